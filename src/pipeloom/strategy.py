@@ -1,0 +1,464 @@
+"""Strategy: every option of a pipeline, its default and its check.
+
+Why it exists: an option that is silently ignored, or one that two rooms read in two ways, costs a night of
+training. So all options live in one frozen dataclass that is checked as it is made, whether it comes from keyword
+arguments or from a TOML file, and that refuses what isn't built yet.
+
+    Strategy(pp_degree=4, vpp_degree=2, schedule_mode="ZBV", accumulate_steps=8)
+    Strategy.from_toml("run.toml")          # its [strategy] table
+    strategy.micro_batches(10)              # the sizes of the micro-batches of a batch of 10
+
+The names of the fields follow Paddle's DistributedStrategy where it has them; schedule names follow Paddle's, and
+those of torch.distributed.pipelining are aliases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Final, Literal, NamedTuple
+
+PlacementName = Literal["linear", "loop", "v"]
+
+
+class StrategyError(ValueError):
+    """A bad option or a bad combination: says the field, its value, what is allowed and what to do."""
+
+
+class _Shape(NamedTuple):
+    """What a schedule asks of a Strategy: chunks a stage (None: any number), whether it splits the backward
+    (True: always; False: if the user asks), and where its chunks lie."""
+
+    chunks: int | None
+    splits: bool
+    placement: PlacementName
+    hint: str = ""
+
+
+_SHAPES: Final[dict[str, _Shape]] = {
+    "FThenB": _Shape(None, False, "loop"),
+    "1F1B": _Shape(1, False, "linear", "VPP is 1F1B with several chunks a stage"),
+    "Eager1F1B": _Shape(1, False, "linear", "VPP is the one with several chunks a stage"),
+    "VPP": _Shape(None, False, "loop"),
+    "ZBH1": _Shape(1, True, "linear", "ZBV splits the backward with two chunks a stage"),
+    "ZBV": _Shape(2, True, "v", "ZBH1 splits the backward with one chunk a stage"),
+}
+_ALIASES: Final[dict[str, str]] = {
+    "GPipe": "FThenB",
+    "LoopedBFS": "FThenB",
+    "Interleaved1F1B": "VPP",
+    "ZBVZeroBubble": "ZBV",
+    "ZBVPP": "ZBV",
+}
+#: known names that are refused, and what does nearly the same today
+_NOT_BUILT: Final[dict[str, str]] = {
+    "auto": "name a schedule; `pipeloom simulate` compares them",
+    "InterleavedZeroBubble": 'use "VPP" with split_backward=True',
+    "ZBH2": 'use "ZBH1"',
+    "DualPipeV": 'use "ZBV"',
+    "V-Half": 'use "ZBV"',
+    "V-Min": 'use "ZBV"',
+}
+_UNITS: Final[dict[str, int]] = {
+    "B": 1,
+    **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
+    **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Every option of a pipeline. Raises StrategyError for a bad value, combination or name.
+
+    Shape of the pipeline
+        pp_degree: stages S, ranks of the "pp" dimension. vpp_degree: chunks a stage V.
+        schedule_mode: "FThenB", "1F1B", "Eager1F1B", "VPP", "ZBH1" or "ZBV", or torch's name for it, in any case.
+        split_backward: run the backward as B and W; implied by ZBH1 and ZBV.
+        cuts: where chunks begin: None (balanced by cost), a list of S·V−1 module names, or a regular expression
+        that matches them in full. placement: None (the schedule's own), "linear", "loop", "v" or a list of stages.
+        memory_limit: bytes a rank: None, an int, or text like "16GiB" or "500MB"; kept as an int.
+        costs: "measured" (jobs are timed before planning) or "roofline" (modelled).
+        passes: names of registered passes of the user's own, run after the built-in ones.
+    The batch
+        accumulate_steps: micro-batches M; micro_batch_size: samples in one. See `micro_batches`.
+        gradient_merge: "average" (over all samples) or "sum". max_norm: clip the global gradient norm.
+    Numerics
+        autocast: None, "bfloat16" or "float16" (a torch.dtype is taken by its name). loss_scale: None, a factor or
+        "dynamic". seed: keys every random draw. recompute: None.
+    Running
+        enable_send_recv_overlap: False waits for each send. executor: "list". compile_backend: "eager".
+        profile: (first step, last step) whose timelines are kept, counted from 0, both included.
+    """
+
+    pp_degree: int = 1
+    vpp_degree: int = 1
+    schedule_mode: str = "1F1B"
+    accumulate_steps: int | None = None
+    micro_batch_size: int | None = None
+    split_backward: bool = False
+    cuts: str | Sequence[str] | None = None
+    placement: str | Sequence[int] | None = None
+    enable_send_recv_overlap: bool = True
+    memory_limit: int | str | None = None
+    gradient_merge: Literal["average", "sum"] = "average"
+    max_norm: float | None = None
+    autocast: str | Any | None = None
+    loss_scale: float | Literal["dynamic"] | None = None
+    recompute: None = None
+    executor: str = "list"
+    compile_backend: str = "eager"
+    profile: tuple[int, int] | None = None
+    seed: int = 0
+    passes: Sequence[str] = ()
+    costs: Literal["measured", "roofline"] = "measured"
+
+    def __new__(cls, *args: Any, **fields: Any) -> Strategy:
+        # Before the generated __init__ sees them, so that a misspelt field gets a hint and not a bare TypeError.
+        if args:
+            raise StrategyError(
+                f"Strategy takes keyword arguments only, like pp_degree=2 (got {args[0]!r} without a name)"
+            )
+        cls._check_names(fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._check_shape()
+        self._check_cuts()
+        self._check_placement()
+        self._check_batch()
+        self._check_numerics()
+        self._check_running()
+
+    # ---- what others ask of a Strategy
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole model, S·V."""
+        return self.pp_degree * self.vpp_degree
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """memory_limit as a number of bytes, or None."""
+        assert not isinstance(self.memory_limit, str)
+        return self.memory_limit
+
+    def micro_batches(self, batch_size: int) -> list[int]:
+        """Sizes of the micro-batches of a batch of `batch_size` samples, in order; they sum to `batch_size`.
+
+        Neither accumulate_steps nor micro_batch_size given: one micro-batch. accumulate_steps M: M sizes that
+        differ by at most one, the larger first, as torch.tensor_split (10 in 4: 3, 3, 2, 2); a batch of fewer samples
+        than M makes that many micro-batches of one. micro_batch_size: as many as it takes, the last one smaller.
+        Raises StrategyError for an empty batch, and where both are given and their product isn't the batch.
+        """
+        if batch_size < 1:
+            raise StrategyError(
+                f"the batch has {batch_size} samples: a step needs at least one; skip empty batches"
+            )
+        steps, size = self.accumulate_steps, self.micro_batch_size
+        if steps is not None and size is not None:
+            if steps * size != batch_size:
+                raise StrategyError(
+                    f"micro_batch_size {size} × accumulate_steps {steps} = {size * steps} samples, but the "
+                    "batch has "
+                    f"{batch_size}: give a batch of {size * steps}, or only one of the two fields"
+                )
+            return [size] * steps
+        if size is not None:
+            full, rest = divmod(batch_size, size)
+            return [size] * full + ([rest] if rest else [])
+        count = min(steps or 1, batch_size)
+        small, larger = divmod(batch_size, count)
+        return [small + 1] * larger + [small] * (count - larger)
+
+    # ---- in and out
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "") -> Strategy:
+        """A Strategy from plain values (as JSON or TOML have them). `where` is put before each message."""
+        try:
+            cls._check_names(values)
+            return cls(**values)
+        except StrategyError as error:
+            raise StrategyError(f"{where}: {error}" if where else str(error)) from None
+
+    @classmethod
+    def from_toml(cls, path: str | PathLike[str]) -> Strategy:
+        """The [strategy] table of a TOML file. Other tables are left to others. Raises StrategyError "
+        "naming the file."""
+        try:
+            with open(path, "rb") as file:
+                tables = tomllib.load(file)
+        except OSError as error:
+            raise StrategyError(f"{path}: can't be read ({error.strerror}); check the path") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise StrategyError(f"{path}: not valid TOML: {error}") from None
+        table = tables.get("strategy")
+        if not isinstance(table, dict):
+            raise StrategyError(f"{path}: has no [strategy] table; add one, it may be empty")
+        return cls.from_dict(table, where=f"{path} [strategy]")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` takes back, JSON and TOML alike (None where TOML leaves a field "
+        "out)."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def replace(self, **changes: Any) -> Strategy:
+        """A copy with some fields changed, checked anew."""
+        values = self.to_dict()
+        if "schedule_mode" in changes and _SHAPES[self.schedule_mode].splits:
+            values["split_backward"] = False  # it was the old schedule's, not the user's
+        return type(self).from_dict({**values, **changes})
+
+    # ---- checks, a method for each group of fields
+
+    @classmethod
+    def _check_names(cls, names: Iterable[str]) -> None:
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in names:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, 1, 0.5)
+                hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known)}"
+                raise StrategyError(f"Strategy has no field {name!r}: {hint}")
+
+    def _check_shape(self) -> None:
+        self._whole("pp_degree", 1, "stages, so ranks of one pipeline")
+        self._whole("vpp_degree", 1, "chunks a stage")
+        self._flag("split_backward")
+        mode = canonical_schedule(self.schedule_mode)
+        self._set("schedule_mode", mode)
+        shape = _SHAPES[mode]
+        if shape.chunks is not None and self.vpp_degree != shape.chunks:
+            raise StrategyError(
+                f"schedule_mode {mode} runs {_chunks(shape.chunks)} a stage, but vpp_degree is "
+                f"{self.vpp_degree}: "
+                f"set vpp_degree={shape.chunks}, or another schedule ({shape.hint})"
+            )
+        if shape.splits:
+            self._set("split_backward", True)
+
+    def _check_cuts(self) -> None:
+        cuts = self.cuts
+        if cuts is None:
+            return
+        if isinstance(cuts, str):
+            if not cuts:
+                raise StrategyError("cuts is an empty text: leave it None to have the model cut by cost")
+            if re.fullmatch(r"\d+([-,|]\d+)*", cuts):
+                raise StrategyError(
+                    f"cuts={cuts!r} is a layout by counts, which is not built yet: list the "
+                    f"{self.chunks - 1} module names "
+                    "at which a new chunk begins"
+                )
+            try:
+                re.compile(cuts)
+            except re.error as error:
+                raise StrategyError(
+                    f"cuts={cuts!r} is not a regular expression ({error}): a text is matched in full "
+                    "against module names"
+                ) from None
+            return
+        if not isinstance(cuts, (list, tuple)) or not all(isinstance(name, str) and name for name in cuts):
+            raise StrategyError(
+                f"cuts={cuts!r}: give module names in a list, one regular expression as text, or None to "
+                "cut by cost"
+            )
+        twice = next((name for i, name in enumerate(cuts) if name in cuts[:i]), None)
+        if twice is not None:
+            raise StrategyError(f"cuts names {twice!r} twice: each chunk begins at a module of its own")
+        if len(cuts) != self.chunks - 1:
+            raise StrategyError(
+                f"cuts has {len(cuts)} names, but pp_degree {self.pp_degree} × vpp_degree "
+                f"{self.vpp_degree} = {_chunks(self.chunks)} "
+                f"need {self.chunks - 1}: one for each chunk after the first, which begins with the model"
+            )
+        self._set("cuts", tuple(cuts))
+
+    def _check_placement(self) -> None:
+        placement = self.placement
+        if placement is None:
+            return
+        own = _SHAPES[self.schedule_mode].placement
+        expected = _stages(own, self.pp_degree, self.vpp_degree)
+        if isinstance(placement, str):
+            name = placement.lower()
+            if name not in ("linear", "loop", "v"):
+                raise StrategyError(
+                    f'placement={placement!r}: write "linear", "loop", "v", a list of stages, or None'
+                )
+            if name == "linear" and self.vpp_degree > 1:
+                raise StrategyError(
+                    f'placement "linear" has one chunk a stage, but vpp_degree is {self.vpp_degree}: use '
+                    '"loop" or "v"'
+                )
+            given = _stages(name, self.pp_degree, self.vpp_degree)
+            self._set("placement", name)
+        else:
+            if not isinstance(placement, (list, tuple)) or not all(_is_int(stage) for stage in placement):
+                raise StrategyError(
+                    f'placement={placement!r}: write "linear", "loop", "v", a list of stages, or None'
+                )
+            if len(placement) != self.chunks:
+                raise StrategyError(
+                    f"placement lists {len(placement)} stages, but pp_degree {self.pp_degree} × vpp_degree "
+                    f"{self.vpp_degree} "
+                    f"make {_chunks(self.chunks)}: give a stage for each"
+                )
+            wrong = next((stage for stage in placement if not 0 <= stage < self.pp_degree), None)
+            if wrong is not None:
+                raise StrategyError(
+                    f"placement names stage {wrong}, but the stages are 0 to {self.pp_degree - 1}"
+                )
+            given = list(placement)
+            self._set("placement", tuple(placement))
+        if given != expected:
+            raise StrategyError(
+                f"placement={self.placement!r} contradicts schedule_mode {self.schedule_mode}, whose "
+                f"chunks lie on stages {expected}: "
+                "leave placement None, or choose the schedule that goes with it"
+            )
+
+    def _check_batch(self) -> None:
+        if self.accumulate_steps is not None:
+            self._whole("accumulate_steps", 1, "micro-batches of a step, or None")
+        if self.micro_batch_size is not None:
+            self._whole("micro_batch_size", 1, "samples of a micro-batch, or None")
+        self._choice("gradient_merge", ("average", "sum"))
+        self._set("memory_limit", _bytes(self.memory_limit))
+        if self.max_norm is not None and not (_is_number(self.max_norm) and self.max_norm > 0):
+            raise StrategyError(
+                f"max_norm={self.max_norm!r}: write a norm above 0, or None to leave gradients unclipped"
+            )
+
+    def _check_numerics(self) -> None:
+        if self.autocast is not None:
+            name = str(self.autocast).removeprefix("torch.")
+            if name not in ("bfloat16", "float16"):
+                raise StrategyError(
+                    f'autocast={self.autocast!r}: write "bfloat16" or "float16", or None for full precision'
+                )
+            self._set("autocast", name)
+        scale = self.loss_scale
+        if scale is not None and scale != "dynamic" and not (_is_number(scale) and 0 < scale < math.inf):
+            raise StrategyError(
+                f'loss_scale={scale!r}: write a factor above 0, "dynamic", or None for no scaling'
+            )
+        if self.recompute is not None:
+            raise StrategyError(
+                f"recompute={self.recompute!r}: choosing what to recompute is not built yet; activation "
+                "checkpointing in "
+                "the model itself (torch.utils.checkpoint) is honoured: use that, and leave recompute None"
+            )
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise StrategyError(f"seed={self.seed!r}: write a whole number from 0 to 2**63 − 1")
+
+    def _check_running(self) -> None:
+        self._flag("enable_send_recv_overlap")
+        self._choice("executor", ("list",), {"fleet": "the dataflow executor"})
+        self._choice("compile_backend", ("eager",), {"inductor": "compiling sub-programs"})
+        self._choice("costs", ("measured", "roofline"))
+        window = self.profile
+        if window is not None:
+            if (
+                not isinstance(window, (list, tuple))
+                or len(window) != 2
+                or not all(_is_int(step) for step in window)
+            ):
+                raise StrategyError(f"profile={window!r}: write (first step, last step), or None")
+            if not 0 <= window[0] <= window[1]:
+                raise StrategyError(
+                    f"profile={tuple(window)}: the first step is at least 0 and the last one not before it "
+                    "(both are included)"
+                )
+            self._set("profile", tuple(window))
+        names = self.passes
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+            raise StrategyError(f"passes={names!r}: give the names of registered passes in a list")
+        if len(set(names)) != len(names):
+            raise StrategyError(f"passes={list(names)!r} names a pass twice: a pass runs once")
+        self._set("passes", tuple(names))
+
+    # ---- small checks
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen for users; here while it is being made
+
+    def _whole(self, name: str, least: int, meaning: str) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or value < least:
+            raise StrategyError(f"{name}={value!r}: write a whole number of at least {least} ({meaning})")
+
+    def _flag(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise StrategyError(f"{name}={value!r}: write True or False")
+
+    def _choice(self, name: str, built: tuple[str, ...], later: Mapping[str, str] | None = None) -> None:
+        value = getattr(self, name)
+        if value in built:
+            return
+        allowed = " or ".join(f'"{choice}"' for choice in built)
+        if later and value in later:
+            raise StrategyError(f"{name}={value!r} ({later[value]}) is not built yet: use {allowed}")
+        raise StrategyError(f"{name}={value!r}: write {allowed}")
+
+
+def canonical_schedule(name: str) -> str:
+    """The catalogue's own name for a schedule that is given by any of its names, in any case.
+
+    Raises StrategyError for an unknown name (with the closest known one) and for one that isn't built yet.
+    """
+    if not isinstance(name, str):
+        raise StrategyError(f"schedule_mode={name!r}: write the name of a schedule: {', '.join(_SHAPES)}")
+    known = {known.lower(): known for known in (*_SHAPES, *_ALIASES, *_NOT_BUILT)}
+    found = known.get(name.lower())
+    if found is None:
+        close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
+        hint = f"did you mean {known[close[0]]}? " if close else ""
+        raise StrategyError(f"schedule_mode={name!r} is not a schedule: {hint}There are {', '.join(_SHAPES)}")
+    if found in _NOT_BUILT:
+        raise StrategyError(f"schedule_mode {found} is not built yet: {_NOT_BUILT[found]}")
+    return _ALIASES.get(found, found)
+
+
+def _stages(placement: str, stages: int, chunks: int) -> list[int]:
+    """Where the chunks lie: chunk c on stage c mod S, or to and fro for "v"."""
+    order = range(stages)
+    return [
+        stage
+        for turn in range(chunks)
+        for stage in (reversed(order) if placement == "v" and turn % 2 else order)
+    ]
+
+
+def _bytes(limit: object) -> int | None:
+    if limit is None:
+        return None
+    if _is_int(limit) and limit > 0:  # type: ignore[operator]
+        return limit  # type: ignore[return-value]
+    if isinstance(limit, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", limit)
+        if match and match[2] in _UNITS and float(match[1]) > 0:
+            return int(float(match[1]) * _UNITS[match[2]])
+    raise StrategyError(
+        f'memory_limit={limit!r}: write a number of bytes above 0, or text like "16GiB" (1024³) or "500MB" '
+        "(1000²), or None"
+    )
+
+
+def _chunks(count: int) -> str:
+    return "1 chunk" if count == 1 else f"{count} chunks"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
