@@ -1,15 +1,15 @@
 """Strategy: every option of a pipeline, its default and its check.
 
 Why it exists: an option that is silently ignored, or one that two rooms read in two ways, costs a night of
-training. So all options live in one frozen dataclass that is checked as it is made, whether it comes from keyword
-arguments or from a TOML file, and that refuses what isn't built yet.
+training. So all options live in one frozen dataclass that is checked as it is made, whether it comes from
+keyword arguments or from a TOML file, and that refuses what isn't built yet.
 
     Strategy(pp_degree=4, vpp_degree=2, schedule_mode="ZBV", accumulate_steps=8)
     Strategy.from_toml("run.toml")          # its [strategy] table
     strategy.micro_batches(10)              # the sizes of the micro-batches of a batch of 10
 
-The names of the fields follow Paddle's DistributedStrategy where it has them; schedule names follow Paddle's, and
-those of torch.distributed.pipelining are aliases.
+The names of the fields follow Paddle's DistributedStrategy where it has them; schedule names follow Paddle's,
+and those of torch.distributed.pipelining are aliases.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class Strategy:
 
     Shape of the pipeline
         pp_degree: stages S, ranks of the "pp" dimension. vpp_degree: chunks a stage V.
-        schedule_mode: "FThenB", "1F1B", "Eager1F1B", "VPP", "ZBH1" or "ZBV", or torch's name for it, in any case.
+        schedule_mode: "FThenB", "1F1B", "Eager1F1B", "VPP", "ZBH1" or "ZBV", or torch's name for it.
         split_backward: run the backward as B and W; implied by ZBH1 and ZBV.
-        cuts: where chunks begin: None (balanced by cost), a list of S·V−1 module names, or a regular expression
-        that matches them in full. placement: None (the schedule's own), "linear", "loop", "v" or a list of stages.
+        cuts: where chunks begin: None (balanced by cost), a list of S·V−1 module names, or a regular
+        expression that matches them in full.
+        placement: None (the schedule's own), "linear", "loop", "v" or a list of stages.
         memory_limit: bytes a rank: None, an int, or text like "16GiB" or "500MB"; kept as an int.
         costs: "measured" (jobs are timed before planning) or "roofline" (modelled).
         passes: names of registered passes of the user's own, run after the built-in ones.
@@ -89,8 +90,8 @@ class Strategy:
         accumulate_steps: micro-batches M; micro_batch_size: samples in one. See `micro_batches`.
         gradient_merge: "average" (over all samples) or "sum". max_norm: clip the global gradient norm.
     Numerics
-        autocast: None, "bfloat16" or "float16" (a torch.dtype is taken by its name). loss_scale: None, a factor or
-        "dynamic". seed: keys every random draw. recompute: None.
+        autocast: None, "bfloat16" or "float16" (a torch.dtype is taken by its name). loss_scale: None, a factor
+        or "dynamic". seed: keys every random draw. recompute: None.
     Running
         enable_send_recv_overlap: False waits for each send. executor: "list". compile_backend: "eager".
         profile: (first step, last step) whose timelines are kept, counted from 0, both included.
@@ -119,7 +120,7 @@ class Strategy:
     costs: Literal["measured", "roofline"] = "measured"
 
     def __new__(cls, *args: Any, **fields: Any) -> Strategy:
-        # Before the generated __init__ sees them, so that a misspelt field gets a hint and not a bare TypeError.
+        # Before the generated __init__ sees them: a misspelt field gets a hint, not a bare TypeError.
         if args:
             raise StrategyError(
                 f"Strategy takes keyword arguments only, like pp_degree=2 (got {args[0]!r} without a name)"
@@ -152,9 +153,9 @@ class Strategy:
         """Sizes of the micro-batches of a batch of `batch_size` samples, in order; they sum to `batch_size`.
 
         Neither accumulate_steps nor micro_batch_size given: one micro-batch. accumulate_steps M: M sizes that
-        differ by at most one, the larger first, as torch.tensor_split (10 in 4: 3, 3, 2, 2); a batch of fewer samples
-        than M makes that many micro-batches of one. micro_batch_size: as many as it takes, the last one smaller.
-        Raises StrategyError for an empty batch, and where both are given and their product isn't the batch.
+        differ by at most one, the larger first, as torch.tensor_split (10 in 4: 3, 3, 2, 2); a batch of fewer
+        samples than M makes that many micro-batches of one. micro_batch_size: as many as it takes, the last one
+        smaller. Raises StrategyError for an empty batch, and where both are given and disagree with the batch.
         """
         if batch_size < 1:
             raise StrategyError(
@@ -189,8 +190,7 @@ class Strategy:
 
     @classmethod
     def from_toml(cls, path: str | PathLike[str]) -> Strategy:
-        """The [strategy] table of a TOML file. Other tables are left to others. Raises StrategyError "
-        "naming the file."""
+        """The [strategy] table of a TOML file; other tables are left alone. Messages name the file."""
         try:
             with open(path, "rb") as file:
                 tables = tomllib.load(file)
