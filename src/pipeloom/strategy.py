@@ -90,8 +90,8 @@ class Strategy:
         accumulate_steps: micro-batches M; micro_batch_size: samples in one. See `micro_batches`.
         gradient_merge: "average" (over all samples) or "sum". max_norm: clip the global gradient norm.
     Numerics
-        autocast: None, "bfloat16" or "float16" (a torch.dtype is taken by its name). loss_scale: None, a factor
-        or "dynamic". seed: keys every random draw. recompute: None.
+        autocast: None, "bfloat16" or "float16" (a torch.dtype is taken by its name). loss_scale: None, a
+        factor or "dynamic". seed: keys every random draw. recompute: None.
     Running
         enable_send_recv_overlap: False waits for each send. executor: "list". compile_backend: "eager".
         profile: (first step, last step) whose timelines are kept, counted from 0, both included.
@@ -154,8 +154,8 @@ class Strategy:
 
         Neither accumulate_steps nor micro_batch_size given: one micro-batch. accumulate_steps M: M sizes that
         differ by at most one, the larger first, as torch.tensor_split (10 in 4: 3, 3, 2, 2); a batch of fewer
-        samples than M makes that many micro-batches of one. micro_batch_size: as many as it takes, the last one
-        smaller. Raises StrategyError for an empty batch, and where both are given and disagree with the batch.
+        samples than M makes that many micro-batches of one. micro_batch_size: as many as it takes, the last
+        one smaller. Raises StrategyError for an empty batch, and where both are given and disagree with it.
         """
         if batch_size < 1:
             raise StrategyError(
