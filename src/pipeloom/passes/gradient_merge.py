@@ -1,0 +1,65 @@
+"""gradient_merge: gives every use of a parameter a slot of its own, in which its gradient is summed over the micro-batches.
+
+A parameter that is used twice (a shared module, tied weights) arrives with one gradient, the sum of its uses. That sum would be
+made in one chunk, and a weight-sized tensor would cross the cut with every micro-batch. So the final additions are undone:
+each operand becomes a slot, and the slots are summed once, after the last micro-batch, in the order of the captured
+program whatever the cuts. That order makes the result the same to the bit for every number of stages and chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ..program import compat
+from ..program.compat import GraphOutput
+from ..program.ir import Program, ProgramError
+from .base import Pass, register_pass
+
+aten = torch.ops.aten
+
+
+@register_pass("gradient_merge")
+class GradientMerge(Pass):
+    """Replaces each gradient output of a parameter by one "slot" output a use, named "parameter#index"."""
+
+    after = ("random_keys", "split_fused_grads")
+
+    def apply(self, program: Program) -> None:
+        order = {n: i for i, n in enumerate(program.graph.nodes)}
+        parameters = {desc.name: node for node, desc in program.inputs.items() if desc.kind == "param"}
+        uses: dict[str, list[fx.Node]] = {}
+        rest = []
+        for node, desc in program.outputs:
+            if desc.kind == "gradient" and desc.name.startswith("param:"):
+                name = desc.name.removeprefix("param:")
+                uses.setdefault(name, []).extend(operands(node, parameters[name]))
+            else:
+                rest.append((node, desc))
+        program.outputs = rest
+        for name, nodes in uses.items():
+            for index, node in enumerate(sorted(nodes, key=order.__getitem__)):
+                program.outputs.append((node, GraphOutput("slot", f"{name}#{index}")))
+        output = next(n for n in program.graph.nodes if n.op == "output")
+        output.args = ([n for n, _ in program.outputs],)
+
+    def check(self, program: Program) -> None:
+        super().check(program)
+        names = [desc.name for _, desc in program.outputs if desc.kind == "slot"]
+        if len(names) != len(set(names)) or program.gradients():
+            raise ProgramError("a parameter's gradient has no slot, or two slots share a name")
+
+
+def operands(gradient: fx.Node, parameter: fx.Node) -> list[fx.Node]:
+    """The parts of a gradient that is a sum of gradients, in order; the gradient itself where it is no such sum."""
+    if gradient.target is not aten.add.Tensor or len(gradient.users) > 1 or gradient.kwargs:
+        return [gradient]
+    parts = list(gradient.args)
+    shape = tuple(compat.fake_values(parameter)[0].shape)
+    for part in parts:
+        if not isinstance(part, fx.Node) or not compat.is_backward(part):
+            return [gradient]
+        values = compat.fake_values(part)
+        if len(values) != 1 or tuple(values[0].shape) != shape or values[0].dtype != compat.fake_values(gradient)[0].dtype:
+            return [gradient]
+    return [leaf for part in parts for leaf in operands(part, parameter)]  # type: ignore[arg-type]

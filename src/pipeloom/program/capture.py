@@ -1,0 +1,311 @@
+"""Capture: a model and its loss become one Program, and nothing runs.
+
+The parameters, buffers and inputs are replaced by fake twins (shape, stride, dtype, no memory) while the graph is
+traced, so that no weight needs to be here, no BatchNorm statistics move and no random number is drawn. Followed:
+torch's ahead-of-time autograd (`aot_export_joint_with_descriptors`), one joint graph of forward and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import compat
+from .batch import BatchForm, flatten_batch
+from .checks import check_model, kept_state
+from .ir import Program
+
+LossFunction = Callable[[Any, Any], Any]
+
+#: buffers of a loss that is a module are named so; a model's own names can't begin like this
+LOSS_PREFIX = "<loss>."
+
+
+class CaptureError(RuntimeError):
+    """The model can't be captured; the message names the module and says what to change."""
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFunction | None = None,
+    *,
+    example: Any,
+    training: bool = True,
+    autocast: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Program:
+    """The Program of `loss_fn(model(inputs), targets)`, or of the loss that the model returns when loss_fn is None.
+
+    example: (inputs, targets) with a loss_fn, else inputs; tensors may be real, meta or fake; only their shapes,
+    strides and dtypes count. training False: forward only, with the model's outputs, all modules in eval mode.
+    A loss is a 0-dim float tensor; loss_fn may return (sum, weight) instead: see docs/correctness.md.
+
+    Raises CaptureError (with the module where it happened) for what can't be traced, ValueError for a bad example.
+    """
+    inputs, targets = split_example(example, loss_fn)
+    leaves, form = flatten_batch(inputs, targets)
+    return capture_leaves(model, loss_fn, leaves, form, training=training, autocast=autocast, device=device)
+
+
+def split_example(example: Any, loss_fn: LossFunction | None) -> tuple[Any, Any]:
+    """(inputs, targets) of an example."""
+    if loss_fn is None:
+        if isinstance(example, tuple) and len(example) == 2 and example[1] is None:
+            return example[0], None
+        return example, None
+    if not isinstance(example, (tuple, list)) or len(example) != 2:
+        raise ValueError(
+            f"with a loss_fn, example is a pair (inputs, targets); got {type(example).__name__}"
+            + (f" of length {len(example)}" if isinstance(example, (tuple, list)) else "")
+        )
+    return example[0], example[1]
+
+
+def capture_leaves(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    leaves: list[torch.Tensor],
+    form: BatchForm,
+    *,
+    training: bool,
+    autocast: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Program:
+    """`capture` for a batch that is already flattened."""
+    compat.check_torch_version()
+    check_model(model, training=training)
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(
+            f"the loss {type(loss_fn).__name__} has parameters of its own: make it part of the model (return the loss from "
+            "the model's forward) and pass loss_fn=None, so that they are trained and saved with it."
+        )
+    mode = compat.fake_mode()
+    device = device or _device_of(model, leaves)
+    step = _Step(model, loss_fn, form, training=training, autocast=autocast, device=device)
+    fakes = [compat.fake_tensor(mode, leaf, device) for leaf in leaves]
+    names = {id(m): n for n, m in model.named_modules()}
+    try:
+        with _twins(step, mode, device, training=training), compat.annotated_modules(model, names), _untouched(model):
+            graph, inputs, outputs = compat.export_joint(step, fakes, mode)
+    except CaptureError:
+        raise
+    except Exception as error:
+        where = "; ".join(getattr(error, "__notes__", [])) or "in its forward"
+        raise CaptureError(
+            f"can't capture {type(model).__name__}, {where}: {type(error).__name__}: {_first_lines(error)}\n"
+            "The forward must be traceable: no .item(), no branch or shape that depends on the values of a tensor."
+        ) from error
+    first = _aliases(model)
+    named = {n: _renamed(i, first) for n, i in inputs}
+    for node, desc in outputs:
+        if desc.kind.startswith("mutated"):
+            kind = desc.kind.removeprefix("mutated ")
+            what = f"parameter {desc.name.removeprefix('model.')!r}" if kind == "param" else form.names[int(desc.name)]
+            raise CaptureError(f"{type(model).__name__} changes {what} in place in its forward ({node}). Work on a clone of it.")
+    return Program(
+        graph,
+        named,
+        [(n, _renamed_output(o, first)) for n, o in outputs],
+        training=training,
+        aliases=first,
+        has_weight=step.has_weight,
+        output_count=step.output_count,
+    )
+
+
+class _Step(nn.Module):
+    """What is traced: the model, then its loss. Parameters and buffers keep their names behind "model."."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        form: BatchForm,
+        *,
+        training: bool,
+        autocast: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.form = form
+        self.train_graph = training
+        self.autocast = autocast
+        self.device_type = device.type
+        self.has_weight = False
+        self.output_count = 0
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs, targets = self.form.rebuild(leaves)
+        buffers = dict(self.model.named_buffers())
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.autocast is not None:
+            context = torch.autocast(self.device_type, dtype=self.autocast)
+        with context:
+            output = self.model(*args, **kwargs)
+            result = output if self.loss_fn is None else self.loss_fn(output, targets)
+        lost = [n for n, b in self.model.named_buffers() if b is not buffers.get(n)]
+        if lost:
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} assigns a new tensor to the buffer {lost[0]!r}: its update would be lost "
+                "silently. Write into it in place (buffer.copy_(new))."
+            )
+        loss, weight = _loss_and_weight(result, loss_fn=self.loss_fn)
+        self.has_weight = weight is not None
+        found = [loss] if weight is None else [loss, weight]
+        if not self.train_graph:
+            outputs = [t for t in compat.tree_flatten(_plain(output))[0] if isinstance(t, torch.Tensor)]
+            self.output_count = len(outputs)
+            # an output that is an input or a weight itself would come out as an alias of it
+            found += [t.clone() for t in outputs]
+            found = [t.detach() for t in found]
+        elif not loss.requires_grad:
+            raise CaptureError(
+                f"the loss of {type(self.model).__name__} needs no gradient: no parameter that requires one takes part in it. "
+                "Unfreeze a parameter, or use eval."
+            )
+        return tuple(found)
+
+
+def _plain(output: Any) -> Any:
+    """dict-like outputs of model libraries, as a dict that flattens everywhere."""
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def _loss_and_weight(result: Any, loss_fn: LossFunction | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    source = "the model" if loss_fn is None else "loss_fn"
+    weight: Any = None
+    if isinstance(result, Mapping) and "loss" in result:
+        result = result["loss"]
+    elif not isinstance(result, (torch.Tensor, tuple)) and isinstance(getattr(result, "loss", None), torch.Tensor):
+        result = result.loss
+    if isinstance(result, tuple):
+        if len(result) == 2 and (not isinstance(result[1], torch.Tensor) or result[1].dim() == 0):
+            result, weight = result
+        elif loss_fn is None and result:
+            result = result[0]
+    if not isinstance(result, torch.Tensor):
+        raise CaptureError(
+            f"{source} returned {type(result).__name__}, no loss. Return a 0-dim tensor, a pair (sum, weight), or an output with a "
+            "`loss`" + ("; or pass loss_fn." if loss_fn is None else ".")
+        )
+    if result.numel() != 1 or not result.is_floating_point():
+        raise CaptureError(
+            f"{source} returned a tensor of shape {tuple(result.shape)} and dtype {result.dtype}, where a loss is one floating-point "
+            "number. Reduce it: loss.mean(), or return (loss.sum(), number of items)."
+        )
+    if weight is None:
+        return _scalar(result), None
+    if not isinstance(weight, torch.Tensor):
+        weight = torch.full((), float(weight), dtype=torch.float32, device=result.device)
+    if weight.requires_grad:
+        raise CaptureError(f"the weight that {source} returned needs a gradient: it must not depend on parameters. Detach it.")
+    return _scalar(result), weight.to(torch.float32).clone()
+
+
+def _scalar(loss: torch.Tensor) -> torch.Tensor:
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
+@contextlib.contextmanager
+def _twins(root: nn.Module, mode: Any, device: torch.device, *, training: bool) -> Iterator[None]:
+    """While open, every parameter and buffer under `root` is its fake twin on `device`; tied ones stay tied. Evaluation: no
+    parameter needs a gradient and every module is in eval mode. Everything is put back afterwards."""
+    twins: dict[int, torch.Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    modes = [(m, m.training) for m in root.modules()]
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in twins:
+            fake = compat.fake_tensor(mode, tensor, device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad and training)
+            twins[id(tensor)] = fake
+        return twins[id(tensor)]
+
+    try:
+        if not training:
+            root.eval()
+        for module in root.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        replaced.append((table, name, tensor))
+                        table[name] = twin(tensor)
+        yield
+    finally:
+        for table, name, tensor in reversed(replaced):
+            table[name] = tensor
+        for module, was in modes:
+            module.training = was
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Refuses a module that keeps a tensor of one forward for the next: a captured program couldn't see it change."""
+    before = kept_state(model)
+    try:
+        yield
+    finally:
+        changed = []
+        for name, module in model.named_modules():
+            for attribute, value in kept_state(module, deep=False).items():
+                if before.get((id(module), attribute[1])) is not value:
+                    changed.append(f"{name or type(model).__name__}.{attribute[1]}")
+                    old = before.get((id(module), attribute[1]))
+                    if old is None:
+                        del module.__dict__[attribute[1]]
+                    else:
+                        module.__dict__[attribute[1]] = old
+    if changed:
+        raise CaptureError(
+            f"{changed[0]} is assigned in the forward: a module that keeps a tensor from one micro-batch to the next can't be run in a "
+            "pipeline. Return the value, or register a buffer and write into it in place."
+        )
+
+
+def _device_of(model: nn.Module, leaves: list[torch.Tensor]) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers(), *leaves):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {n: first.setdefault(id(t), n) for n, t in tensors}
+
+
+def _renamed(desc: compat.GraphInput, first: dict[str, str]) -> compat.GraphInput:
+    if desc.kind not in ("param", "buffer"):
+        return desc
+    return compat.GraphInput(desc.kind, _name(desc.name, first))
+
+
+def _renamed_output(desc: compat.GraphOutput, first: dict[str, str]) -> compat.GraphOutput:
+    if desc.kind == "gradient":
+        kind, name = desc.name.split(":", 1)
+        return compat.GraphOutput("gradient", f"{kind}:{_name(name, first)}")
+    return compat.GraphOutput("buffer", _name(desc.name, first)) if desc.kind == "buffer" else desc
+
+
+def _name(target: str, first: dict[str, str]) -> str:
+    """The user's name of a parameter or buffer; of a tied one, the first of its names."""
+    if target.startswith("loss_fn."):
+        return LOSS_PREFIX + target.removeprefix("loss_fn.")
+    name = target.removeprefix("model.")
+    return first.get(name, name)
+
+
+def _first_lines(error: BaseException, count: int = 3) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return "\n".join(lines[:count])
+
+
+__all__ = ["CaptureError", "LossFunction", "capture", "capture_leaves", "split_example"]
