@@ -1,0 +1,122 @@
+"""When each job of a schedule starts and ends, if every job starts as soon as it can.
+
+One pass over the jobs with a worklist: a stage that lacks an input is set aside under the job that it waits
+for, and goes on when that job has run. Linear in jobs and edges. The simulator, the lowering and the drawings
+read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .jobs import Edge, Job, Kind
+from .schedule import BACKWARD, BACKWARD_B, BACKWARD_W, FORWARD, Schedule
+
+#: (kind, chunk) -> duration
+Duration = Callable[[Kind, int], float]
+#: edge -> time from the end of its producer until its value is there
+Delay = Callable[[Edge], float]
+
+
+class Stuck(Exception):
+    """The order can't run. waits[stage] = (job that can't start, job that it waits for)."""
+
+    def __init__(self, waits: dict[int, tuple[Job, Job]]) -> None:
+        self.waits = waits
+        super().__init__("; ".join(f"stage {s}: {a} waits for {b}" for s, (a, b) in sorted(waits.items())))
+
+
+@dataclass
+class Times:
+    """start[stage][i], end[stage][i] of the stage's i-th job."""
+
+    start: list[list[float]]
+    end: list[list[float]]
+
+    @property
+    def makespan(self) -> float:
+        return max((ends[-1] for ends in self.end if ends), default=0.0)
+
+
+def times(schedule: Schedule, duration: Duration, edges: Sequence[Edge], delay: Delay) -> Times:
+    """The times of a schedule under costs. Each job must be there once; raises Stuck if the order has a
+    cycle."""
+    total, micro_batches = schedule.total_chunks, schedule.micro_batches
+    size = total * micro_batches
+    cost = [[duration(kind, chunk) for chunk in range(total)] for kind in ("F", "B", "W", "X")]
+    inputs = _inputs(total, size, micro_batches, edges, delay)
+    end = [-1.0] * (2 * size)  # of F's and of B's or X's, −1: has not run
+    waiter = [-1] * (2 * size)
+    start_of: list[list[float]] = [[0.0] * len(codes) for codes in schedule.codes]
+    end_of: list[list[float]] = [[0.0] * len(codes) for codes in schedule.codes]
+    orders = [codes.tolist() for codes in schedule.codes]
+    place = [0] * schedule.stages
+    clock = [0.0] * schedule.stages
+    runnable = list(range(schedule.stages - 1, -1, -1))
+    while runnable:
+        stage = runnable.pop()
+        order, starts, ends = orders[stage], start_of[stage], end_of[stage]
+        at, now = place[stage], clock[stage]
+        while at < len(order):
+            kind, rest = divmod(order[at], size)
+            chunk = rest // micro_batches
+            blocked = -1
+            begin = now
+            for offset, wait in inputs[kind][chunk]:
+                there = end[rest + offset]
+                if there < 0:
+                    blocked = rest + offset
+                    break
+                if there + wait > begin:
+                    begin = there + wait
+            if blocked >= 0:
+                waiter[blocked] = stage
+                break
+            now = begin + cost[kind][chunk]
+            starts[at], ends[at] = begin, now
+            at += 1
+            if kind != BACKWARD_W:
+                done = rest if kind == FORWARD else rest + size
+                end[done] = now
+                if waiter[done] >= 0:
+                    runnable.append(waiter[done])
+                    waiter[done] = -1
+        place[stage], clock[stage] = at, now
+    if any(at < len(order) for at, order in zip(place, orders, strict=True)):
+        raise Stuck(_waits(schedule, orders, place, waiter))
+    return Times(start_of, end_of)
+
+
+def _inputs(
+    total: int, size: int, micro_batches: int, edges: Sequence[Edge], delay: Delay
+) -> list[list[list[tuple[int, float]]]]:
+    """inputs[kind][chunk]: (where the end of the input lies, counted from the job's own number; delay)
+    pairs."""
+    forward: list[list[tuple[int, float]]] = [[] for _ in range(total)]
+    backward: list[list[tuple[int, float]]] = [[(0, 0.0)] for _ in range(total)]
+    for edge in edges:
+        offset = (edge.source - edge.target) * micro_batches
+        if edge.direction == "F":
+            forward[edge.target].append((offset, delay(edge)))
+        else:
+            backward[edge.target].append((size + offset, delay(edge)))
+    by_kind = {
+        FORWARD: forward,
+        BACKWARD_B: backward,
+        BACKWARD_W: [[(size, 0.0)]] * total,
+        BACKWARD: backward,
+    }
+    return [by_kind[kind] for kind in range(4)]
+
+
+def _waits(
+    schedule: Schedule, orders: list[list[int]], place: list[int], waiter: list[int]
+) -> dict[int, tuple[Job, Job]]:
+    decode = schedule.coding.decode
+    missing = {stage: code for code, stage in enumerate(waiter) if stage >= 0}
+    waits = {}
+    for stage, code in missing.items():
+        if place[stage] < len(orders[stage]):
+            waits[stage] = (decode(orders[stage][place[stage]]), decode(code))
+    return waits
