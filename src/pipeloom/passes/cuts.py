@@ -1,0 +1,203 @@
+"""Where the model is cut: positions in the order of its forward ops.
+
+A user's cut points (module names, or a regex over them) become positions, and so does the automatic choice: dynamic
+programming that makes the dearest chunk as cheap as possible, then lets as few bytes cross as it can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+from ..program import compat
+from ..program.ir import ROLE, OpRole, Program, ProgramError, is_getitem, nbytes
+from .cost_model import LINK_BYTES_PER_SECOND, op_seconds
+
+_CASTS = frozenset({torch.ops.aten._to_copy.default})
+
+
+def replicated(program: Program) -> set[fx.Node]:
+    """Ops that belong to no chunk, since each chunk that needs one recomputes it: values made from the batch, constants and
+    buffers that don't change (masks, rotary tables), and views and casts of a parameter."""
+    updated = {name for _, name in program.buffer_updates()}
+    cheap: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
+    for node, desc in program.inputs.items():
+        if desc.kind in ("input", "key") or (desc.kind == "buffer" and desc.name not in updated):
+            cheap.add(node)
+        elif desc.kind == "param":
+            weights.add(node)
+    found: set[fx.Node] = set()
+    kept = {n for n, desc in program.outputs if desc.kind != "output"}
+    for node in program.ops():
+        sources = node.all_input_nodes
+        if node in kept:
+            continue
+        if all(s in cheap for s in sources):
+            cheap.add(node)
+            found.add(node)
+        elif all(s in weights for s in sources) and (compat.is_view(node) or node.target in _CASTS):
+            weights.add(node)
+            found.add(node)
+    return found
+
+
+def forward_order(program: Program, free: set[fx.Node]) -> list[fx.Node]:
+    """The live forward ops that belong to chunks, in program order: what cuts are positions in."""
+    live = program.live()
+    return [n for n in program.ops() if n.meta[ROLE] == OpRole.FORWARD and n in live and n not in free]
+
+
+def choose_cuts(program: Program, chunks: int, cuts: str | Sequence[str] | None, free: set[fx.Node]) -> list[int]:
+    """chunks − 1 ascending positions: chunk k holds ops [cut k−1, cut k) of `forward_order`.
+
+    cuts: None (anywhere, balanced by cost), a regex that matches whole module names (balanced among the places where a
+    match begins), or a list of chunks − 1 module names at which a new chunk begins. Raises ProgramError when there aren't enough.
+    """
+    order = forward_order(program, free)
+    if chunks == 1:
+        if cuts and not isinstance(cuts, str):
+            raise ProgramError(f"cuts names {len(cuts)} module(s), but there is one chunk: nothing is cut (raise pp_degree or vpp_degree)")
+        return []
+    names = [compat.module_of(n) for n in order]
+    if cuts is None:
+        allowed = [i for i in range(1, len(order)) if not is_getitem(order[i])]
+        if len(allowed) < chunks - 1:
+            raise ProgramError(f"the model has {len(order)} forward ops, which is too few for {chunks} chunks; lower pp_degree or vpp_degree")
+        return balanced_cuts(program, order, chunks, allowed)
+    if isinstance(cuts, str):
+        return balanced_cuts(program, order, chunks, _matches(names, cuts, chunks))
+    return _named(names, list(cuts), chunks)
+
+
+def _matches(names: list[str], pattern: str, chunks: int) -> list[int]:
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ProgramError(f"cuts={pattern!r} is no regular expression: {error}") from error
+    firsts: dict[str, int] = {}
+    for i, name in enumerate(names):
+        parts = name.split(".")
+        for k in range(1, len(parts) + 1):
+            prefix = ".".join(parts[:k])
+            if regex.fullmatch(prefix):
+                firsts.setdefault(prefix, i)
+    found = sorted({i for i in firsts.values() if i > 0})
+    if len(found) < chunks - 1:
+        some = ", ".join(list(firsts)[:5]) or "no module that runs an op"
+        raise ProgramError(
+            f"cuts={pattern!r} gives {len(found)} places to cut ({some}), but {chunks} chunks need {chunks - 1}; loosen the expression "
+            "or lower pp_degree or vpp_degree"
+        )
+    return found
+
+
+def _named(names: list[str], cuts: list[str], chunks: int) -> list[int]:
+    if len(cuts) != chunks - 1:
+        raise ProgramError(f"cuts names {len(cuts)} module(s), but {chunks} chunks need {chunks - 1} (one where each later chunk begins)")
+    positions: list[int] = []
+    for cut in cuts:
+        at = next((i for i, n in enumerate(names) if n == cut or n.startswith(cut + ".")), None)
+        if at is None:
+            known = ", ".join(list(dict.fromkeys(n for n in names if n))[:8])
+            raise ProgramError(f"cuts names {cut!r}, but no module of that name runs an op in the forward. Some that do: {known}")
+        if at == 0 or (positions and at <= positions[-1]):
+            raise ProgramError(f"the cut at {cut!r} leaves the chunk before it empty: name modules in the order in which they first run")
+        positions.append(at)
+    return positions
+
+
+def crossing_bytes(program: Program, order: list[fx.Node]) -> list[int]:
+    """bytes[i]: what forward ops before position i make and forward ops from i on read."""
+    index = {n: i for i, n in enumerate(order)}
+    change = [0] * (len(order) + 2)
+    for i, node in enumerate(order):
+        last = max((index[u] for u in node.users if u in index), default=i)
+        size = sum(nbytes(t) for t in compat.fake_values(node))
+        if last > i:
+            change[i + 1] += size
+            change[last + 1] -= size
+    total = 0
+    result = []
+    for i in range(len(order) + 1):
+        total += change[i]
+        result.append(total)
+    return result
+
+
+def position_costs(program: Program, order: list[fx.Node]) -> list[float]:
+    """Seconds of each forward op with the backward ops that are its derivative."""
+    costs = [op_seconds(n) for n in order]
+    by_number: dict[int, int] = {}
+    for i, node in enumerate(order):
+        number = compat.sequence_number(node)
+        if number is not None:
+            by_number.setdefault(number, i)
+    for node in program.live():
+        if node.op == "call_function" and compat.is_backward(node):
+            at = by_number.get(compat.sequence_number(node) or -1)
+            if at is not None:
+                costs[at] += op_seconds(node)
+    return costs
+
+
+def balanced_cuts(program: Program, order: list[fx.Node], chunks: int, allowed: list[int]) -> list[int]:
+    """The chunks − 1 of the allowed positions that make the dearest chunk (its ops, and what it sends) cheapest; among
+    those within two per cent of the best, the ones over which the fewest bytes cross."""
+    bytes_at = crossing_bytes(program, order)
+    costs = position_costs(program, order)
+    prefix = [0.0]
+    for c in costs:
+        prefix.append(prefix[-1] + c)
+    points = [0, *_thinned(allowed, bytes_at, prefix, chunks), len(order)]
+    link = [2 * bytes_at[p] / LINK_BYTES_PER_SECOND for p in points]  # the activation up, its gradient down
+    n = len(points)
+
+    def cost(a: int, b: int) -> float:
+        return prefix[points[b]] - prefix[points[a]] + (link[b] if b < n - 1 else 0.0)
+
+    infinity = float("inf")
+    best = [[infinity] * n for _ in range(chunks + 1)]
+    best[0][0] = 0.0
+    for k in range(1, chunks + 1):
+        for b in range(k, n):
+            best[k][b] = min((max(best[k - 1][a], cost(a, b)) for a in range(k - 1, b)), default=infinity)
+    limit = best[chunks][n - 1] * 1.02
+    fewest = [[infinity] * n for _ in range(chunks + 1)]
+    origin = [[-1] * n for _ in range(chunks + 1)]
+    fewest[0][0] = 0.0
+    for k in range(1, chunks + 1):
+        for b in range(k, n):
+            for a in range(k - 1, b):
+                if cost(a, b) <= limit:
+                    total = fewest[k - 1][a] + (bytes_at[points[b]] if b < n - 1 else 0)
+                    if total < fewest[k][b]:
+                        fewest[k][b], origin[k][b] = total, a
+    cuts: list[int] = []
+    b = n - 1
+    for k in range(chunks, 1, -1):
+        b = origin[k][b]
+        cuts.append(points[b])
+    return cuts[::-1]
+
+
+def _thinned(allowed: list[int], bytes_at: list[int], prefix: list[float], chunks: int, most: int = 160) -> list[int]:
+    """At most `most` positions (or twice the chunks): those where little crosses, spread over the model's cost, so that the
+    dynamic programming stays small on models of thousands of ops."""
+    most = max(most, 2 * chunks)
+    if len(allowed) <= most:
+        return allowed
+    total = prefix[-1] or 1.0
+    bins: dict[int, int] = {}
+    for p in allowed:
+        slot = min(int(prefix[p] / total * most), most - 1)
+        if slot not in bins or bytes_at[p] < bytes_at[bins[slot]]:
+            bins[slot] = p
+    kept = sorted(set(bins.values()))
+    if len(kept) < chunks - 1:
+        step = len(allowed) / most
+        kept = sorted({*kept, *(allowed[int(i * step)] for i in range(most))})
+    return kept
