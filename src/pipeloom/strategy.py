@@ -22,49 +22,16 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
-PlacementName = Literal["linear", "loop", "v"]
+from .schedules import build, canonical_name, linear, loop, vee
+from .schedules.catalogue import CATALOGUE
 
 
 class StrategyError(ValueError):
     """A bad option or a bad combination: says the field, its value, what is allowed and what to do."""
 
 
-class _Shape(NamedTuple):
-    """What a schedule asks of a Strategy: chunks a stage (None: any number), whether it splits the backward
-    (True: always; False: if the user asks), and where its chunks lie."""
-
-    chunks: int | None
-    splits: bool
-    placement: PlacementName
-    hint: str = ""
-
-
-_SHAPES: Final[dict[str, _Shape]] = {
-    "FThenB": _Shape(None, False, "loop"),
-    "1F1B": _Shape(1, False, "linear", "VPP is 1F1B with several chunks a stage"),
-    "Eager1F1B": _Shape(1, False, "linear", "VPP is the one with several chunks a stage"),
-    "VPP": _Shape(None, False, "loop"),
-    "ZBH1": _Shape(1, True, "linear", "ZBV splits the backward with two chunks a stage"),
-    "ZBV": _Shape(2, True, "v", "ZBH1 splits the backward with one chunk a stage"),
-}
-_ALIASES: Final[dict[str, str]] = {
-    "GPipe": "FThenB",
-    "LoopedBFS": "FThenB",
-    "Interleaved1F1B": "VPP",
-    "ZBVZeroBubble": "ZBV",
-    "ZBVPP": "ZBV",
-}
-#: known names that are refused, and what does nearly the same today
-_NOT_BUILT: Final[dict[str, str]] = {
-    "auto": "name a schedule; `pipeloom simulate` compares them",
-    "InterleavedZeroBubble": 'use "VPP" with split_backward=True',
-    "ZBH2": 'use "ZBH1"',
-    "DualPipeV": 'use "ZBV"',
-    "V-Half": 'use "ZBV"',
-    "V-Min": 'use "ZBV"',
-}
 _UNITS: Final[dict[str, int]] = {
     "B": 1,
     **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
@@ -212,7 +179,7 @@ class Strategy:
     def replace(self, **changes: Any) -> Strategy:
         """A copy with some fields changed, checked anew."""
         values = self.to_dict()
-        if "schedule_mode" in changes and _SHAPES[self.schedule_mode].splits:
+        if "schedule_mode" in changes and CATALOGUE[self.schedule_mode].splits:
             values["split_backward"] = False  # it was the old schedule's, not the user's
         return type(self).from_dict({**values, **changes})
 
@@ -231,16 +198,18 @@ class Strategy:
         self._whole("pp_degree", 1, "stages, so ranks of one pipeline")
         self._whole("vpp_degree", 1, "chunks a stage")
         self._flag("split_backward")
-        mode = canonical_schedule(self.schedule_mode)
+        mode = _schedule(self.schedule_mode)
         self._set("schedule_mode", mode)
-        shape = _SHAPES[mode]
-        if shape.chunks is not None and self.vpp_degree != shape.chunks:
+        wanted = CATALOGUE[mode].chunks
+        if wanted is not None and self.vpp_degree != wanted:
+            others = [name for name, entry in CATALOGUE.items() if entry.chunks in (None, self.vpp_degree)]
             raise StrategyError(
-                f"schedule_mode {mode} runs {_chunks(shape.chunks)} a stage, but vpp_degree is "
-                f"{self.vpp_degree}: "
-                f"set vpp_degree={shape.chunks}, or another schedule ({shape.hint})"
+                f"schedule_mode {mode} runs {_chunks(wanted)} a stage, but vpp_degree is "
+                f"{self.vpp_degree}: set "
+                f"vpp_degree={wanted}, or a schedule for {_chunks(self.vpp_degree)} a stage: "
+                f"{', '.join(others)}"
             )
-        if shape.splits:
+        if CATALOGUE[mode].splits:
             self._set("split_backward", True)
 
     def _check_cuts(self) -> None:
@@ -284,8 +253,8 @@ class Strategy:
         placement = self.placement
         if placement is None:
             return
-        own = _SHAPES[self.schedule_mode].placement
-        expected = _stages(own, self.pp_degree, self.vpp_degree)
+        stages, turns = self.pp_degree, self.vpp_degree
+        expected = list(build(self.schedule_mode, stages=stages, chunks=turns, micro_batches=1).placement)
         if isinstance(placement, str):
             name = placement.lower()
             if name not in ("linear", "loop", "v"):
@@ -297,7 +266,12 @@ class Strategy:
                     f'placement "linear" has one chunk a stage, but vpp_degree is {self.vpp_degree}: use '
                     '"loop" or "v"'
                 )
-            given = _stages(name, self.pp_degree, self.vpp_degree)
+            if name == "v" and turns != 2:
+                raise StrategyError(
+                    f'placement "v" has 2 chunks a stage, but vpp_degree is {turns}: set vpp_degree=2'
+                )
+            named = {"linear": linear(stages), "loop": loop(stages, turns), "v": vee(stages)}
+            given = named[name]
             self._set("placement", name)
         else:
             if not isinstance(placement, (list, tuple)) or not all(_is_int(stage) for stage in placement):
@@ -409,32 +383,16 @@ class Strategy:
         raise StrategyError(f"{name}={value!r}: write {allowed}")
 
 
-def canonical_schedule(name: str) -> str:
-    """The catalogue's own name for a schedule that is given by any of its names, in any case.
-
-    Raises StrategyError for an unknown name (with the closest known one) and for one that isn't built yet.
-    """
-    if not isinstance(name, str):
-        raise StrategyError(f"schedule_mode={name!r}: write the name of a schedule: {', '.join(_SHAPES)}")
-    known = {known.lower(): known for known in (*_SHAPES, *_ALIASES, *_NOT_BUILT)}
-    found = known.get(name.lower())
-    if found is None:
-        close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
-        hint = f"did you mean {known[close[0]]}? " if close else ""
-        raise StrategyError(f"schedule_mode={name!r} is not a schedule: {hint}There are {', '.join(_SHAPES)}")
-    if found in _NOT_BUILT:
-        raise StrategyError(f"schedule_mode {found} is not built yet: {_NOT_BUILT[found]}")
-    return _ALIASES.get(found, found)
-
-
-def _stages(placement: str, stages: int, chunks: int) -> list[int]:
-    """Where the chunks lie: chunk c on stage c mod S, or to and fro for "v"."""
-    order = range(stages)
-    return [
-        stage
-        for turn in range(chunks)
-        for stage in (reversed(order) if placement == "v" and turn % 2 else order)
-    ]
+def _schedule(name: object) -> str:
+    if isinstance(name, str) and name.lower() == "auto":
+        raise StrategyError(
+            'schedule_mode "auto" (the search) is not built yet: name a schedule; `pipeloom simulate` '
+            "compares them"
+        )
+    try:
+        return canonical_name(name)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise StrategyError(f"schedule_mode: {error}") from None
 
 
 def _bytes(limit: object) -> int | None:
