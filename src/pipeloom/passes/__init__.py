@@ -1,0 +1,26 @@
+"""Passes: rewrites of a Program between capture and running. Importing this package registers the built-in ones.
+
+random_keys → split_fused_grads → gradient_merge → label_chunks → recompute → (the user's own) → split_programs
+"""
+
+from .base import Pass, apply_passes, build_pass, register_pass, registered_passes
+from .gradient_merge import GradientMerge
+from .label_chunks import LabelChunks
+from .random_keys import RandomKeys
+from .recompute import Recompute
+from .split_fused_grads import SplitFusedGrads
+from .split_programs import split_programs
+
+__all__ = [
+    "GradientMerge",
+    "LabelChunks",
+    "Pass",
+    "RandomKeys",
+    "Recompute",
+    "SplitFusedGrads",
+    "apply_passes",
+    "build_pass",
+    "register_pass",
+    "registered_passes",
+    "split_programs",
+]

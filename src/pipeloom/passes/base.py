@@ -48,7 +48,9 @@ def register_pass(name: str) -> Callable[[P], P]:
 
     def register(cls: P) -> P:
         if name in _REGISTRY and _REGISTRY[name] is not cls:
-            raise ValueError(f"a pass named {name!r} exists already ({_REGISTRY[name].__module__}); choose another name")
+            raise ValueError(
+                f"a pass named {name!r} exists already ({_REGISTRY[name].__module__}); choose another name"
+            )
         cls.name = name
         _REGISTRY[name] = cls
         return cls
@@ -67,7 +69,9 @@ def build_pass(name: str, **options: Any) -> Pass:
     if cls is None:
         close = difflib.get_close_matches(name, _REGISTRY, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"there is no pass {name!r}{hint} Known: {', '.join(registered_passes())}. Register your own with @register_pass.")
+        raise ValueError(
+            f"there is no pass {name!r}{hint} Known: {', '.join(registered_passes())}. Register your own with @register_pass."
+        )
     known = [p for p in inspect.signature(cls).parameters]
     for option in options:
         if option not in known:

@@ -51,7 +51,9 @@ def forward_order(program: Program, free: set[fx.Node]) -> list[fx.Node]:
     return [n for n in program.ops() if n.meta[ROLE] == OpRole.FORWARD and n in live and n not in free]
 
 
-def choose_cuts(program: Program, chunks: int, cuts: str | Sequence[str] | None, free: set[fx.Node]) -> list[int]:
+def choose_cuts(
+    program: Program, chunks: int, cuts: str | Sequence[str] | None, free: set[fx.Node]
+) -> list[int]:
     """chunks − 1 ascending positions: chunk k holds ops [cut k−1, cut k) of `forward_order`.
 
     cuts: None (anywhere, balanced by cost), a regex that matches whole module names (balanced among the places where a
@@ -60,13 +62,17 @@ def choose_cuts(program: Program, chunks: int, cuts: str | Sequence[str] | None,
     order = forward_order(program, free)
     if chunks == 1:
         if cuts and not isinstance(cuts, str):
-            raise ProgramError(f"cuts names {len(cuts)} module(s), but there is one chunk: nothing is cut (raise pp_degree or vpp_degree)")
+            raise ProgramError(
+                f"cuts names {len(cuts)} module(s), but there is one chunk: nothing is cut (raise pp_degree or vpp_degree)"
+            )
         return []
     names = [compat.module_of(n) for n in order]
     if cuts is None:
         allowed = [i for i in range(1, len(order)) if not is_getitem(order[i])]
         if len(allowed) < chunks - 1:
-            raise ProgramError(f"the model has {len(order)} forward ops, which is too few for {chunks} chunks; lower pp_degree or vpp_degree")
+            raise ProgramError(
+                f"the model has {len(order)} forward ops, which is too few for {chunks} chunks; lower pp_degree or vpp_degree"
+            )
         return balanced_cuts(program, order, chunks, allowed)
     if isinstance(cuts, str):
         return balanced_cuts(program, order, chunks, _matches(names, cuts, chunks))
@@ -97,15 +103,21 @@ def _matches(names: list[str], pattern: str, chunks: int) -> list[int]:
 
 def _named(names: list[str], cuts: list[str], chunks: int) -> list[int]:
     if len(cuts) != chunks - 1:
-        raise ProgramError(f"cuts names {len(cuts)} module(s), but {chunks} chunks need {chunks - 1} (one where each later chunk begins)")
+        raise ProgramError(
+            f"cuts names {len(cuts)} module(s), but {chunks} chunks need {chunks - 1} (one where each later chunk begins)"
+        )
     positions: list[int] = []
     for cut in cuts:
         at = next((i for i, n in enumerate(names) if n == cut or n.startswith(cut + ".")), None)
         if at is None:
             known = ", ".join(list(dict.fromkeys(n for n in names if n))[:8])
-            raise ProgramError(f"cuts names {cut!r}, but no module of that name runs an op in the forward. Some that do: {known}")
+            raise ProgramError(
+                f"cuts names {cut!r}, but no module of that name runs an op in the forward. Some that do: {known}"
+            )
         if at == 0 or (positions and at <= positions[-1]):
-            raise ProgramError(f"the cut at {cut!r} leaves the chunk before it empty: name modules in the order in which they first run")
+            raise ProgramError(
+                f"the cut at {cut!r} leaves the chunk before it empty: name modules in the order in which they first run"
+            )
         positions.append(at)
     return positions
 
@@ -184,7 +196,9 @@ def balanced_cuts(program: Program, order: list[fx.Node], chunks: int, allowed: 
     return cuts[::-1]
 
 
-def _thinned(allowed: list[int], bytes_at: list[int], prefix: list[float], chunks: int, most: int = 160) -> list[int]:
+def _thinned(
+    allowed: list[int], bytes_at: list[int], prefix: list[float], chunks: int, most: int = 160
+) -> list[int]:
     """At most `most` positions (or twice the chunks): those where little crosses, spread over the model's cost, so that the
     dynamic programming stays small on models of thousands of ops."""
     most = max(most, 2 * chunks)

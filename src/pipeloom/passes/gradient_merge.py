@@ -60,6 +60,10 @@ def operands(gradient: fx.Node, parameter: fx.Node) -> list[fx.Node]:
         if not isinstance(part, fx.Node) or not compat.is_backward(part):
             return [gradient]
         values = compat.fake_values(part)
-        if len(values) != 1 or tuple(values[0].shape) != shape or values[0].dtype != compat.fake_values(gradient)[0].dtype:
+        if (
+            len(values) != 1
+            or tuple(values[0].shape) != shape
+            or values[0].dtype != compat.fake_values(gradient)[0].dtype
+        ):
             return [gradient]
     return [leaf for part in parts for leaf in operands(part, parameter)]  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ Forward ops are labelled by the cuts, and never below their inputs. The rest is 
 
     backward op       the smaller of its forward op's label (by sequence number) and its backward inputs' labels
     accumulation      the smaller of its operands' labels: the label that it inherits is stale (gradients of skips)
-    getitem           its producer's label
+    getitem, view     its producer's label
 
 Ops that each chunk recomputes for itself (see `cuts.replicated`) have no label. Followed: the op_role and chunk_id inference of
 PaddlePaddle's static pipeline passes; every label is checked.
@@ -43,8 +43,13 @@ class LabelChunks(Pass):
             if is_getitem(node) and node.args[0] in labels:
                 labels[node] = labels[node.args[0]]  # type: ignore[index]
                 continue
-            own = bisect.bisect_right(positions, i)
-            labels[node] = max([own, *(labels[n] for n in node.all_input_nodes if n in labels)])
+            sources = [labels[n] for n in node.all_input_nodes if n in labels]
+            if sources and compat.is_view(node):
+                labels[node] = max(
+                    sources
+                )  # costs nothing, and its copy for the backward must lie with what was made there
+            else:
+                labels[node] = max([bisect.bisect_right(positions, i), *sources])
         self._backward(program, free, labels)
         for node in program.graph.nodes:
             node.meta.pop(CHUNK, None)
@@ -73,7 +78,10 @@ class LabelChunks(Pass):
                 labels[node] = min(sources)
             elif own is not None:
                 labels[node] = min([own, *sources])
-            elif any(program.inputs.get(n) is not None and program.inputs[n].kind == "tangent" for n in node.all_input_nodes):
+            elif any(
+                program.inputs.get(n) is not None and program.inputs[n].kind == "tangent"
+                for n in node.all_input_nodes
+            ):
                 labels[node] = self.chunks - 1
             else:
                 unsettled.append(node)
@@ -98,7 +106,11 @@ class LabelChunks(Pass):
                 if other is None:
                     continue
                 forward, came = node.meta[ROLE] == OpRole.FORWARD, source.meta[ROLE] == OpRole.FORWARD
-                wrong = (forward and other > chunk) or (not forward and not came and other < chunk) or (not forward and came and other > chunk)
+                wrong = (
+                    (forward and other > chunk)
+                    or (not forward and not came and other < chunk)
+                    or (not forward and came and other > chunk)
+                )
                 if wrong:
                     raise ProgramError(
                         f"{where(node)} is labelled chunk {chunk}, but reads {source.name} of chunk {other}, which flows the other way. "

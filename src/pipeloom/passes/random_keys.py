@@ -72,7 +72,11 @@ def draws(node: fx.Node) -> bool:
         return False
     for position, argument in enumerate(compat.schema_of(node).arguments):
         if argument.name in ("dropout_p", "dropout"):
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            given = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get(argument.name, argument.default_value)
+            )
             return given != 0
     return True
 
@@ -88,7 +92,9 @@ def twin_of(op: Any) -> Any:
     _LIBRARY.define(f"{name}(Tensor key, int index{separator}{rest}")
 
     def run(key: torch.Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
-        device = next((a.device for a in args if isinstance(a, torch.Tensor)), None) or torch.device(kwargs.get("device") or "cpu")
+        device = next((a.device for a in args if isinstance(a, torch.Tensor)), None) or torch.device(
+            kwargs.get("device") or "cpu"
+        )
         seed_draw(int(key), index, device)
         return op(*args, **kwargs)
 
@@ -120,7 +126,9 @@ class RandomKeys(Pass):
                     "is keyed by (seed, step, micro-batch) already."
                 )
             if compat.mutates(node):
-                raise ProgramError(f"{where(node)} draws in place, which can't be keyed; use the functional form")
+                raise ProgramError(
+                    f"{where(node)} draws in place, which can't be keyed; use the functional form"
+                )
         last = next(n for n in reversed(program.graph.nodes) if n.op == "placeholder")
         with program.graph.inserting_after(last):
             key = program.graph.placeholder("random_key")

@@ -30,14 +30,19 @@ class Recompute(Pass):
         clones: dict[fx.Node, fx.Node] = {}
 
         def again(node: fx.Node) -> bool:
-            region = None if node.op != "call_function" or node.meta[ROLE] != OpRole.FORWARD else region_of(node)
+            region = (
+                None if node.op != "call_function" or node.meta[ROLE] != OpRole.FORWARD else region_of(node)
+            )
             if region is None or node in kept or CHUNK not in node.meta:
                 return False
             for user in node.users:
                 if user.op == "output":
                     return False
                 if user.meta[ROLE] == OpRole.FORWARD and user.op == "call_function":
-                    leaves = region_of(user) != region or user.meta.get(CHUNK, node.meta[CHUNK]) != node.meta[CHUNK]
+                    leaves = (
+                        region_of(user) != region
+                        or user.meta.get(CHUNK, node.meta[CHUNK]) != node.meta[CHUNK]
+                    )
                     if leaves and not is_getitem(user):
                         return False
             return True
@@ -51,7 +56,9 @@ class Recompute(Pass):
                     copy = program.graph.node_copy(node, lambda n: sources[n])
                 copy.meta = dict(node.meta)
                 copy.meta[ROLE] = OpRole.BACKWARD
-                copy.meta["custom"] = {k: v for k, v in (node.meta.get("custom") or {}).items() if k != "pipeloom_checkpoint"}
+                copy.meta["custom"] = {
+                    k: v for k, v in (node.meta.get("custom") or {}).items() if k != "pipeloom_checkpoint"
+                }
                 compat.mark_backward(copy)
                 clones[node] = copy
             return clones[node]

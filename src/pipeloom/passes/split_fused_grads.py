@@ -71,5 +71,3 @@ class SplitFusedGrads(Pass):
         for node in program.ops():
             if mask_position(node) is not None and 0 in (used := used_outputs(node)) and used != [0]:
                 raise ProgramError(f"{where(node)} still computes input and weight gradients at once")
-
-

@@ -53,7 +53,9 @@ def flatten_batch(inputs: Any, targets: Any = None) -> tuple[list[torch.Tensor],
     flat = [torch.empty(x, device="meta") if isinstance(x, torch.Size) else x for x in flat]
     leaves = [x for x in flat if isinstance(x, torch.Tensor)]
     if not leaves:
-        raise ValueError(f"the batch holds no tensor: inputs is {type(inputs).__name__}. Pass a tensor, a tuple of them or a mapping.")
+        raise ValueError(
+            f"the batch holds no tensor: inputs is {type(inputs).__name__}. Pass a tensor, a tuple of them or a mapping."
+        )
     tensors = tuple(i for i, x in enumerate(flat) if isinstance(x, torch.Tensor))
     constants = tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, torch.Tensor))
     positional = len(tree[0])

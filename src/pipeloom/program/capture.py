@@ -89,7 +89,11 @@ def capture_leaves(
     fakes = [compat.fake_tensor(mode, leaf, device) for leaf in leaves]
     names = {id(m): n for n, m in model.named_modules()}
     try:
-        with _twins(step, mode, device, training=training), compat.annotated_modules(model, names), _untouched(model):
+        with (
+            _twins(step, mode, device, training=training),
+            compat.annotated_modules(model, names),
+            _untouched(model),
+        ):
             graph, inputs, outputs = compat.export_joint(step, fakes, mode)
     except CaptureError:
         raise
@@ -104,8 +108,14 @@ def capture_leaves(
     for node, desc in outputs:
         if desc.kind.startswith("mutated"):
             kind = desc.kind.removeprefix("mutated ")
-            what = f"parameter {desc.name.removeprefix('model.')!r}" if kind == "param" else form.names[int(desc.name)]
-            raise CaptureError(f"{type(model).__name__} changes {what} in place in its forward ({node}). Work on a clone of it.")
+            what = (
+                f"parameter {desc.name.removeprefix('model.')!r}"
+                if kind == "param"
+                else form.names[int(desc.name)]
+            )
+            raise CaptureError(
+                f"{type(model).__name__} changes {what} in place in its forward ({node}). Work on a clone of it."
+            )
     return Program(
         graph,
         named,
@@ -182,7 +192,9 @@ def _loss_and_weight(result: Any, loss_fn: LossFunction | None) -> tuple[torch.T
     weight: Any = None
     if isinstance(result, Mapping) and "loss" in result:
         result = result["loss"]
-    elif not isinstance(result, (torch.Tensor, tuple)) and isinstance(getattr(result, "loss", None), torch.Tensor):
+    elif not isinstance(result, (torch.Tensor, tuple)) and isinstance(
+        getattr(result, "loss", None), torch.Tensor
+    ):
         result = result.loss
     if isinstance(result, tuple):
         if len(result) == 2 and (not isinstance(result[1], torch.Tensor) or result[1].dim() == 0):
@@ -204,7 +216,9 @@ def _loss_and_weight(result: Any, loss_fn: LossFunction | None) -> tuple[torch.T
     if not isinstance(weight, torch.Tensor):
         weight = torch.full((), float(weight), dtype=torch.float32, device=result.device)
     if weight.requires_grad:
-        raise CaptureError(f"the weight that {source} returned needs a gradient: it must not depend on parameters. Detach it.")
+        raise CaptureError(
+            f"the weight that {source} returned needs a gradient: it must not depend on parameters. Detach it."
+        )
     return _scalar(result), weight.to(torch.float32).clone()
 
 

@@ -28,12 +28,24 @@ def check_model(model: nn.Module, *, training: bool) -> None:
                     f"{where} has a {what}: a captured program doesn't run hooks, so it would be lost silently. Remove it, or move what it "
                     "does into the module's forward."
                 )
-        if isinstance(module, _NormBase) and training and module.training and module.track_running_stats and module.momentum is None:
+        if (
+            isinstance(module, _NormBase)
+            and training
+            and module.training
+            and module.track_running_stats
+            and module.momentum is None
+        ):
             raise ModelError(
                 f"{where} has momentum=None (a cumulative average), whose factor is read from a tensor at run time and can't be captured. "
                 "Give it a number, like momentum=0.1."
             )
-        if isinstance(module, nn.RNNBase) and training and module.training and module.dropout > 0 and module.num_layers > 1:
+        if (
+            isinstance(module, nn.RNNBase)
+            and training
+            and module.training
+            and module.dropout > 0
+            and module.num_layers > 1
+        ):
             raise ModelError(
                 f"{where} has dropout={module.dropout} between {module.num_layers} layers: torch's decomposition drops that dropout silently. "
                 "Stack one-layer modules with nn.Dropout between them."
@@ -45,7 +57,9 @@ def check_model(model: nn.Module, *, training: bool) -> None:
                 "model first."
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModelError(f"parameter {name} has no shape yet (a lazy module). Run the model once on an example first.")
+            raise ModelError(
+                f"parameter {name} has no shape yet (a lazy module). Run the model once on an example first."
+            )
 
 
 def kept_state(model: nn.Module, *, deep: bool = True) -> dict[tuple[int, str], torch.Tensor]:

@@ -167,7 +167,9 @@ def annotated_modules(root: nn.Module, names: dict[int, str]) -> Iterator[None]:
     try:
         for module in root.modules():
             name = names.get(id(module))
-            if name is None or isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            if name is None or isinstance(
+                module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+            ):
                 continue
             wrapped.append((module, module.__dict__.get("forward", missing)))
             module.forward = _annotated(module.forward, name)
@@ -252,7 +254,9 @@ def sequence_number(node: fx.Node) -> int | None:
 
 def is_view(node: fx.Node) -> bool:
     return (
-        node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and bool(node.target.is_view)
     )
 
 

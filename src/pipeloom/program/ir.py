@@ -129,7 +129,9 @@ class Program:
             where = compat.module_of(node)
             args = ", ".join(a.name for a in node.all_input_nodes)
             at = f"  # {where}" if where else ""
-            lines.append(f"  {role:<9}{chunk:>2} {node.name} = {target_name(node)}({args})  {_shape(node)}{at}")
+            lines.append(
+                f"  {role:<9}{chunk:>2} {node.name} = {target_name(node)}({args})  {_shape(node)}{at}"
+            )
         returned = ", ".join(f"{desc.kind} {desc.name}: {n.name}" for n, desc in self.outputs)
         lines.append(f"  return {returned}")
         return "\n".join(lines)
