@@ -4,8 +4,8 @@
         browser.open(path)
         browser.evaluate("document.title")
 
-The protocol (https://chromedevtools.github.io/devtools-protocol/) is JSON messages with a NUL byte after each;
-the browser reads file descriptor 3 and writes 4.
+The protocol (https://chromedevtools.github.io/devtools-protocol/) is JSON messages with a NUL byte after
+each; the browser reads file descriptor 3 and writes 4.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Chromium:
         self._profile.cleanup()
 
     def command(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command and wait for its result. RuntimeError: the browser refused; TimeoutError: silence."""
+        """Send a command and wait for its result. RuntimeError: it refused; TimeoutError: silence."""
         self._next += 1
         message: dict[str, Any] = {"id": self._next, "method": method, "params": params}
         if self._session is not None:

@@ -25,7 +25,7 @@ from pipeloom.report.figures import MISSING, figure_rows, format_bytes, format_s
 from pipeloom.schedules.timeline import StepFigures
 
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
-_SPARK_WIDTH: Final = 32
+_SPARK_WIDTH: Final = 48
 #: ranks that get a bar of their own in the live table; the others are summed up in one line
 _MOST_BARS: Final = 16
 
@@ -33,8 +33,8 @@ _MOST_BARS: Final = 16
 class TrainingConsole:
     """A live view of one training run; a context manager.
 
-    `plain` True: plain lines, at most one each `every` seconds (the first and the last step always); False: the
-    live table; None: the live table where the output is a terminal. `clock` gives seconds (for tests).
+    `plain` True: plain lines, at most one each `every` seconds (the first and the last step always); False:
+    the live table; None: the live table where the output is a terminal. `clock` gives seconds (for tests).
     """
 
     def __init__(
@@ -72,7 +72,12 @@ class TrainingConsole:
         if self.plain:
             self.console.print(Text(f"{self.title}: {self.ranks} ranks, {self.total_steps} steps"))
         else:
-            waiting = Panel(Text("compiling and starting the ranks …", style="dim"), title=Text(self.title))
+            waiting = Panel(
+                Text("compiling and starting the ranks …", style="dim"),
+                title=Text(self.title),
+                title_align="left",
+                border_style="dim",
+            )
             self._live = Live(waiting, console=self.console, refresh_per_second=8)
             self._live.start()
         return self
@@ -96,7 +101,7 @@ class TrainingConsole:
         """Show that `step` of `total_steps` is done.
 
         `held_out` None keeps the last held-out loss in view. `busy`: one share in 0 … 1 a rank. The first
-        update of a run, which may be any step after a resume, is where the time that is left is reckoned from.
+        update of a run, which may be any step after a resume, is where the time left is reckoned from.
         """
         if len(busy) != self.ranks:
             raise ValueError(
@@ -153,42 +158,37 @@ class TrainingConsole:
     ) -> RenderableType:
         now = self._clock()
         head = Table.grid(padding=(0, 3))
-        for _ in range(4):
+        for _ in range(3):
             head.add_column(no_wrap=True)
         cells = [
             ("step", f"{step:,} / {self.total_steps:,}"),
             ("loss", f"{loss:.4f}"),
             ("held-out loss", MISSING if self._held_out is None else f"{self._held_out:.4f}"),
             ("tokens/s", f"{tokens_per_second:,.0f}"),
-            ("elapsed", clock_text(now - self._began)),
-            ("left", self._left(step, now)),
-            ("learning rate", MISSING if lr is None else f"{lr:.2e}"),
-            ("loss so far", sparkline(self._losses)),
+            ("lr", MISSING if lr is None else f"{lr:.2e}"),
+            ("elapsed", f"{clock_text(now - self._began)}, left {self._left(step, now)}"),
         ]
-        for first in (0, 4):
-            head.add_row(
-                *(
-                    Text.assemble((f"{name}  ", "dim"), (value, "bold"))
-                    for name, value in cells[first : first + 4]
-                )
-            )
+        for first in (0, 3):
+            row = cells[first : first + 3]
+            head.add_row(*(Text.assemble((f"{name}  ", "dim"), (value, "bold")) for name, value in row))
         bars = Table.grid(padding=(0, 1), expand=True)
-        bars.add_column(no_wrap=True)
+        bars.add_column(no_wrap=True, style="dim")
         bars.add_column(ratio=1)
         bars.add_column(justify="right", no_wrap=True)
-        for rank, share in list(enumerate(busy))[:_MOST_BARS]:
-            bar = ProgressBar(total=1.0, completed=_unit(share), complete_style="cyan", finished_style="cyan")
-            bars.add_row(Text(f"rank {rank}", style="dim"), bar, Text(f"{share:4.0%} busy"))
-        if len(busy) > _MOST_BARS:
-            rest = busy[_MOST_BARS:]
-            bar = ProgressBar(total=1.0, completed=_unit(sum(rest) / len(rest)), complete_style="cyan")
-            bars.add_row(
-                Text(f"{len(rest)} more", style="dim"), bar, Text(f"{sum(rest) / len(rest):4.0%} busy")
-            )
-        progress = ProgressBar(total=self.total_steps, completed=min(step, self.total_steps))
-        return Panel(
-            Group(head, progress, bars), title=Text(self.title), title_align="left", border_style="dim"
-        )
+
+        def add_bar(label: str, share: float, text: str, style: str = "cyan") -> None:
+            shown = min(max(share, 0.0), 1.0)
+            bar = ProgressBar(total=1.0, completed=shown, complete_style=style, finished_style=style)
+            bars.add_row(label, bar, text)
+
+        add_bar("steps", step / self.total_steps, f"{step / self.total_steps:.0%} done", style="green")
+        for rank, share in enumerate(busy[:_MOST_BARS]):
+            add_bar(f"rank {rank}", share, f"{share:.0%} busy")
+        if rest := busy[_MOST_BARS:]:
+            mean = sum(rest) / len(rest)
+            add_bar(f"{len(rest)} more", mean, f"{mean:.0%} busy")
+        bars.add_row("loss", Text(sparkline(self._losses)), f"last {len(self._losses)}")
+        return Panel(Group(head, bars), title=Text(self.title), title_align="left", border_style="dim")
 
 
 def summary(
@@ -258,10 +258,6 @@ def clock_text(seconds: float) -> str:
 def printable(text: str) -> str:
     """The text with its control characters, which could change the terminal's state, written as escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def _unit(share: float) -> float:
-    return min(max(share, 0.0), 1.0)
 
 
 def _difference(pair: Sequence[float | None], by: Callable[[float, float], str]) -> str:

@@ -17,7 +17,7 @@ MISSING = "–"
 
 
 class FigureRow(NamedTuple):
-    """One line of a table: `values` has a text for each step, `difference` is the second against the first."""
+    """One line of a table: `values` has a text for each step, `difference` is of the second to the first."""
 
     label: str
     definition: str
@@ -26,7 +26,7 @@ class FigureRow(NamedTuple):
 
 
 def check_timelines(timelines: Sequence[Timeline]) -> None:
-    """Refuse what no viewer could draw: unknown ranks, times that aren't finite, spans that end before they start.
+    """Refuse what can't be drawn: unknown ranks, times that aren't finite, spans that end before they start.
 
     Raises ValueError, which names the timeline and the span, message or memory point.
     """
@@ -83,15 +83,19 @@ def format_time(value: float, unit: str = "s") -> str:
 
 
 def format_bytes(value: float, unit: str = "s") -> str:
-    """Bytes as B, kB, MB, GB or TB (powers of 1000); with a unit of time other than seconds a plain number."""
-    if unit != "s":
-        return f"{value:,.6g}"
-    size, name = float(value), "B"
-    for name in ("B", "kB", "MB", "GB", "TB"):
-        if abs(size) < 999.5 or name == "TB":
+    """Bytes as B, kB, MB, GB or TB (powers of 1000).
+
+    Where times aren't seconds, memory is in the units of the costs given, and so it is printed without the B.
+    """
+    size, prefix = float(value), ""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(size) < 999.5 or prefix == "T":
             break
         size /= 1000
-    return f"{size:.0f} B" if name == "B" else f"{_three_digits(size)} {name}"
+    name = prefix + ("B" if unit == "s" else "")
+    if prefix:
+        return f"{_three_digits(size)} {name}"
+    return f"{size:.0f} B" if unit == "s" else f"{size:.4g}"
 
 
 def format_share(value: float) -> str:
@@ -139,7 +143,7 @@ def figure_rows(figures: Sequence[StepFigures], units: Sequence[str]) -> list[Fi
         ),
         row(
             "Bubble, span",
-            "1 − work ÷ (ranks × longest span, first job to last, of one rank): what zero-bubble papers print.",
+            "1 − work ÷ (ranks × longest span of a rank, first job to last): what zero-bubble papers print.",
             lambda f: f.bubble_span,
             share,
             shares=True,
@@ -182,4 +186,5 @@ def _three_digits(value: float) -> str:
     """Three significant digits, never with an exponent."""
     if value == 0 or abs(value) >= 999.5:
         return f"{value:,.0f}"
+    value = float(f"{value:.3g}")  # rounded first: 0.9996 has as many decimals as 1
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value)) + 1e-12))}f}"

@@ -1,11 +1,11 @@
 """The timeline page: what a step was predicted to do above what it did, in one file that needs no network.
 
-Takes Timelines (predicted, measured, or any others to be compared) and writes an HTML file: figures tables that
-read without scripts, and a chart with a row a rank, memory under it and messages across it, which zooms and
-pans. The markup, style and script are the three files in report/page/; this module fills them in. The data is
-embedded as JSON in a data block, never as script, and the page's Content-Security-Policy lets in only the style
-and script whose hashes it names: nothing is loaded from anywhere. The drawing follows the pipeline diagrams of
-the GPipe, Megatron-LM and zero-bubble papers.
+Takes Timelines (predicted, measured, or any others to be compared) and writes an HTML file: figures tables
+that read without scripts, and a chart with a row a rank, memory under it and messages across it, which zooms
+and pans. The markup, style and script are the three files in report/page/; this module fills them in. The
+data is embedded as JSON in a data block, never as script, and the page's Content-Security-Policy lets in only
+the style and script whose hashes it names: nothing is loaded from anywhere. The drawing follows the pipeline
+diagrams of the GPipe, Megatron-LM and zero-bubble papers.
 """
 
 from __future__ import annotations

@@ -32,16 +32,19 @@
     const size = Math.abs(value);
     return size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
   }
-  function timeText(value, unit) {
+  /* A time with four digits, or as many as it takes to tell times apart that lie `apart` from each other. */
+  function timeText(value, unit, apart = Infinity) {
+    if (value === 0) return "0";
     const [factor, name] = scaleOf(value, unit);
-    return value === 0 ? "0" : `${digits(value / factor, 4)} ${name}`;
+    const finer = apart > 0 && apart < Math.abs(value) ? Math.ceil(Math.log10(Math.abs(value) / apart)) : 0;
+    return `${digits(value / factor, 4 + Math.min(finer, 8))} ${name}`;
   }
   function bytesText(value, unit) {
-    if (unit !== "s") return String(+value.toPrecision(6));
-    const names = ["B", "kB", "MB", "GB", "TB"];
+    const prefixes = ["", "k", "M", "G", "T"], plain = value, bytes = unit === "s" ? "B" : "";
     let i = 0;
-    while (Math.abs(value) >= 999.5 && i < names.length - 1) { value /= 1000; i++; }
-    return i ? `${digits(value)} ${names[i]}` : `${Math.round(value)} B`;
+    while (Math.abs(value) >= 999.5 && i < prefixes.length - 1) { value /= 1000; i++; }
+    if (i) return `${digits(value)} ${prefixes[i]}${bytes}`;
+    return bytes ? `${Math.round(plain)} B` : String(+plain.toPrecision(4));
   }
   const nameOf = (job) => (job.chunk >= 0 ? `${job.kind}${job.chunk}.${job.microBatch}` : job.kind);
   const keyOf = (kind, chunk, microBatch) => `${kind}/${chunk}/${microBatch}`;
@@ -420,21 +423,22 @@
   function facts() {
     const { panel, job, rank, time } = hover, { unit, rows } = panel.timeline, lines = [];
     if (!job) {
-      lines.push(["Time", timeText(time, unit)]);
+      lines.push(["Time", timeText(time, unit, ((view.to - view.from) * extentOf(panel)) / 100)]);
     } else {
       if (job.chunk >= 0) lines.push(["Chunk", job.chunk]);
       if (job.microBatch >= 0) lines.push(["Micro-batch", job.microBatch]);
-      lines.push(["Start", timeText(job.start, unit)], ["End", timeText(job.end, unit)]);
-      lines.push(["Duration", timeText(job.end - job.start, unit)]);
+      const length = job.end - job.start;
+      lines.push(["Start", timeText(job.start, unit, length)], ["End", timeText(job.end, unit, length)]);
+      lines.push(["Duration", timeText(length, unit)]);
       for (const other of panels) {
         const same = other !== panel && other.timeline.unit === unit && twin(other, job);
         if (!same) continue;
-        const mine = job.end - job.start, theirs = same.end - same.start;
-        const change = mine > 0 ? ` (${theirs >= mine ? "+" : "−"}${Math.abs((100 * (theirs - mine)) / mine).toFixed(0)}%)` : "";
+        const theirs = same.end - same.start, more = (100 * (theirs - length)) / length;
+        const change = length > 0 ? ` (${more >= 0 ? "+" : "−"}${Math.abs(more).toFixed(0)}%)` : "";
         lines.push([`Duration, ${other.timeline.title}`, timeText(theirs, unit) + change]);
       }
       for (const flow of job.in) {
-        lines.push([`Received from rank ${flow.sender}`, `${bytesText(flow.bytes, unit)} at ${timeText(flow.arrived, unit)}`]);
+        lines.push([`Received from rank ${flow.sender}`, `${bytesText(flow.bytes, unit)} at ${timeText(flow.arrived, unit, length)}`]);
       }
       for (const flow of job.out) {
         lines.push([`Sent to rank ${flow.receiver}`, `${bytesText(flow.bytes, unit)} in ${timeText(flow.arrived - flow.sent, unit)}`]);
@@ -478,7 +482,7 @@
         ? "whole step"
         : !(view.shared && sharesUnit())
         ? `${((view.to - view.from) * 100).toPrecision(3)}% of the step`
-        : `${timeText(view.from * extent, unit)} – ${timeText(view.to * extent, unit)}`;
+        : [view.from, view.to].map((at) => timeText(at * extent, unit, (view.to - view.from) * extent)).join(" – ");
     });
   }
   function resize() { layOut(); redraw(); }
