@@ -20,24 +20,33 @@ import torch.fx as fx
 
 from ..program import compat
 from ..program.ir import CHUNK, ROLE, OpRole, Program, ProgramError, is_getitem, where
+from .anchors import CutPoints, anchored_cuts
 from .base import Pass, register_pass
 from .cuts import choose_cuts, forward_order, replicated
 
 
 @register_pass("label_chunks")
 class LabelChunks(Pass):
-    """Writes node.meta["chunk_id"] on every live op. Options: chunks, and cuts as in `Strategy.cuts`."""
+    """Writes node.meta["chunk_id"] on every live op. Options: chunks, cuts as in `Strategy.cuts`, and `like`,
+    the cut points of an earlier capture of the same model (then `cuts` isn't read). `points` are its own."""
 
     after = ("random_keys", "split_fused_grads", "gradient_merge")
 
-    def __init__(self, chunks: int = 1, cuts: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self, chunks: int = 1, cuts: str | Sequence[str] | None = None, like: CutPoints | None = None
+    ) -> None:
         self.chunks = chunks
         self.cuts = cuts
+        self.like = like
+        self.points = CutPoints((), (), {})
 
     def apply(self, program: Program) -> None:
         free = replicated(program)
         order = forward_order(program, free)
-        positions = choose_cuts(program, self.chunks, self.cuts, free)
+        if self.like is None:
+            positions = choose_cuts(program, self.chunks, self.cuts, free)
+        else:
+            positions = anchored_cuts(program, order, self.like)
         labels: dict[fx.Node, int] = {}
         for i, node in enumerate(order):
             if is_getitem(node) and node.args[0] in labels:
@@ -45,11 +54,11 @@ class LabelChunks(Pass):
                 continue
             sources = [labels[n] for n in node.all_input_nodes if n in labels]
             if sources and compat.is_view(node):
-                labels[node] = max(
-                    sources
-                )  # costs nothing, and its copy for the backward must lie with what was made there
+                # a view costs nothing, and its copy for the backward must lie with what was made there
+                labels[node] = max(sources)
             else:
                 labels[node] = max([bisect.bisect_right(positions, i), *sources])
+        self.points = CutPoints.of(program, order, positions, labels)
         self._backward(program, free, labels)
         for node in program.graph.nodes:
             node.meta.pop(CHUNK, None)
