@@ -21,9 +21,6 @@ from .ir import Program
 
 LossFunction = Callable[[Any, Any], Any]
 
-#: buffers of a loss that is a module are named so; a model's own names can't begin like this
-LOSS_PREFIX = "<loss>."
-
 
 class CaptureError(RuntimeError):
     """The model can't be captured; the message names the module and says what to change."""
@@ -142,7 +139,8 @@ class _Step(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        # hidden from nn.Module: the buffers of a loss (class weights) are constants of the program, no part of the model
+        self.hidden = (loss_fn,)
         self.form = form
         self.train_graph = training
         self.autocast = autocast
@@ -152,20 +150,21 @@ class _Step(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, targets = self.form.rebuild(leaves)
+        (loss_fn,) = self.hidden
         buffers = dict(self.model.named_buffers())
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.autocast is not None:
             context = torch.autocast(self.device_type, dtype=self.autocast)
         with context:
             output = self.model(*args, **kwargs)
-            result = output if self.loss_fn is None else self.loss_fn(output, targets)
+            result = output if loss_fn is None else loss_fn(output, targets)
         lost = [n for n, b in self.model.named_buffers() if b is not buffers.get(n)]
         if lost:
             raise CaptureError(
                 f"the forward of {type(self.model).__name__} assigns a new tensor to the buffer {lost[0]!r}: its update would be lost "
                 "silently. Write into it in place (buffer.copy_(new))."
             )
-        loss, weight = _loss_and_weight(result, loss_fn=self.loss_fn)
+        loss, weight = _loss_and_weight(result, loss_fn=loss_fn)
         self.has_weight = weight is not None
         found = [loss] if weight is None else [loss, weight]
         if not self.train_graph:
@@ -311,8 +310,6 @@ def _renamed_output(desc: compat.GraphOutput, first: dict[str, str]) -> compat.G
 
 def _name(target: str, first: dict[str, str]) -> str:
     """The user's name of a parameter or buffer; of a tied one, the first of its names."""
-    if target.startswith("loss_fn."):
-        return LOSS_PREFIX + target.removeprefix("loss_fn.")
     name = target.removeprefix("model.")
     return first.get(name, name)
 
