@@ -1,0 +1,189 @@
+"""A plan: everything that a rank needs to know about a step before it runs one.
+
+A schedule, lowered and verified, with what it is predicted to cost. Every rank makes or reads the same plan;
+`digest` is what they compare. JSON in and out through plain dicts; a plan that is read is verified again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..schedules.draw import draw
+from ..schedules.jobs import Edge, LoweredJob
+from ..schedules.schedule import Schedule
+from ..schedules.timeline import StepFigures, Timeline
+from .costs import Costs
+from .lower import Lowered, lower
+from .simulate import Simulation, simulate
+from .verify import ascending, verify
+from .words import parse
+
+_FORMAT = 1
+_COLUMNS = 28
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A verified step. lowered: the lists and what they were made for. memory_limit: bytes, for all stages or
+    for each. simulation: what the lists are predicted to cost under `costs`. Make one with `Plan.make`."""
+
+    lowered: Lowered
+    costs: Costs
+    memory_limit: float | tuple[float, ...] | None
+    simulation: Simulation
+
+    @classmethod
+    def make(
+        cls,
+        schedule: Schedule,
+        edges: Iterable[Edge],
+        costs: Costs,
+        *,
+        memory_limit: float | Sequence[float] | None = None,
+        ascending_chunks: Collection[int] = (),
+    ) -> Plan:
+        """Lowers, verifies and simulates. ascending_chunks: chunks that update buffers. Raises PlanError for
+        what can't be run safely or within the limit, ValueError for edges or costs that don't fit the
+        schedule."""
+        return cls.of(lower(schedule, edges, costs), costs, memory_limit, ascending_chunks)
+
+    @classmethod
+    def of(
+        cls,
+        lowered: Lowered,
+        costs: Costs,
+        memory_limit: float | Sequence[float] | None = None,
+        ascending_chunks: Collection[int] = (),
+    ) -> Plan:
+        """The plan for lists from anywhere: verifies and simulates them."""
+        verify(lowered, costs=costs, memory_limit=memory_limit, ascending_chunks=ascending_chunks)
+        limit = tuple(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit
+        return cls(lowered, costs, limit, simulate(lowered.schedule(), costs, lowered=lowered))
+
+    @property
+    def schedule(self) -> str:
+        """The schedule's name."""
+        return self.lowered.name
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return self.lowered.placement
+
+    @property
+    def stages(self) -> int:
+        return self.lowered.stages
+
+    @property
+    def chunks(self) -> int:
+        """Chunks a stage."""
+        return len(self.placement) // self.stages
+
+    @property
+    def micro_batches(self) -> int:
+        return self.lowered.micro_batches
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        return self.lowered.edges
+
+    @property
+    def jobs(self) -> tuple[tuple[LoweredJob, ...], ...]:
+        """jobs[stage]: the list that the stage's rank walks."""
+        return self.lowered.jobs
+
+    @property
+    def ascending(self) -> bool:
+        """Whether gradients are bit-equal to any other such plan's; otherwise they are equal to rounding."""
+        return ascending(self.simulation.schedule)
+
+    @property
+    def predicted(self) -> StepFigures:
+        return self.simulation.figures
+
+    def timeline(self) -> Timeline:
+        """The predicted step."""
+        return self.simulation.timeline(f"predicted {self.schedule}")
+
+    def digest(self) -> str:
+        """A hash of what all ranks must agree on: placement, edges and lists, and not of what they are
+        thought to cost."""
+        data = self.to_json()
+        agreed = {name: data[name] for name in ("placement", "micro_batches", "edges", "jobs")}
+        return hashlib.sha256(json.dumps(agreed, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        lowered = self.lowered
+        return {
+            "format": _FORMAT,
+            "schedule": lowered.name,
+            "placement": list(lowered.placement),
+            "micro_batches": lowered.micro_batches,
+            "forward_only": lowered.forward_only,
+            "edges": [list(edge) for edge in lowered.edges],
+            "jobs": [[str(job) for job in jobs] for jobs in lowered.jobs],
+            "costs": self.costs.to_json(),
+            "memory_limit": list(self.memory_limit)
+            if isinstance(self.memory_limit, tuple)
+            else self.memory_limit,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, ascending_chunks: Collection[int] = ()) -> Plan:
+        """Reads, verifies and simulates. Raises ValueError (or its PlanError) that says what is wrong."""
+        if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
+            raise ValueError(f"not a plan of format {_FORMAT}: write it with Plan.to_json")
+        try:
+            lowered = Lowered(
+                str(data["schedule"]),
+                tuple(int(stage) for stage in data["placement"]),
+                int(data["micro_batches"]),
+                tuple(Edge(str(d), int(s), int(t), int(n)) for d, s, t, n in data["edges"]),  # type: ignore[arg-type]
+                tuple(tuple(parse(text) for text in jobs) for jobs in data["jobs"]),
+                forward_only=bool(data["forward_only"]),
+            )
+            limit, costs = data["memory_limit"], Costs.from_json(data["costs"])
+        except KeyError as missing:
+            raise ValueError(f"the plan has no field {missing}") from None
+        except TypeError as error:
+            raise ValueError(f"the plan can't be read: {error}") from error
+        return cls.of(lowered, costs, limit, ascending_chunks)
+
+    def show(self) -> None:
+        """Prints the plan: a drawing in units of time, and a table of stages."""
+        print(self.describe())
+
+    def describe(self) -> str:
+        """What `show` prints."""
+        figures, unit = self.predicted, self.costs.unit
+        lines = [
+            f"{self.schedule}: {self.stages} stages × {self.chunks} chunks, {self.micro_batches} "
+            "micro-batches",
+            "",
+            draw(self.simulation.schedule, columns=_COLUMNS),
+            "",
+            f"predicted step {figures.step_time:.4g} {unit}, bubble {figures.bubble_global:.1%} of the step, "
+            f"{figures.bubble_span:.1%} of the longest span",
+            f"{'stage':>5}  {'busy':>5}  {'peak':>9}  {'jobs':>5}  {'sends':>5}  chunks",
+        ]
+        for stage, jobs in enumerate(self.jobs):
+            own = [str(c) for c, on in enumerate(self.placement) if on == stage]
+            sends = sum(getattr(job, "action", "") == "send" for job in jobs)
+            lines.append(
+                f"{stage:>5}  {figures.busy[stage]:>5.0%}  {_bytes(self.simulation.peak[stage], unit):>9}  "
+                f"{len(self.simulation.start[stage]):>5}  {sends:>5}  {' '.join(own)}"
+            )
+        return "\n".join(lines)
+
+
+def _bytes(size: float, unit: str) -> str:
+    if unit != "s":
+        return f"{size:.4g}"
+    for name in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {name}"
+        size /= 1000
+    return f"{size:.4g} GB"
