@@ -121,6 +121,7 @@ def capture_leaves(
         aliases=first,
         has_weight=step.has_weight,
         output_count=step.output_count,
+        output_form=step.output_form,
     )
 
 
@@ -147,6 +148,7 @@ class _Step(nn.Module):
         self.device_type = device.type
         self.has_weight = False
         self.output_count = 0
+        self.output_form: Any = None
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, targets = self.form.rebuild(leaves)
@@ -168,7 +170,9 @@ class _Step(nn.Module):
         self.has_weight = weight is not None
         found = [loss] if weight is None else [loss, weight]
         if not self.train_graph:
-            outputs = [t for t in compat.tree_flatten(_plain(output))[0] if isinstance(t, torch.Tensor)]
+            flat, spec = compat.tree_flatten(_plain(output))
+            outputs = [t for t in flat if isinstance(t, torch.Tensor)]
+            self.output_form = (spec, tuple(None if isinstance(t, torch.Tensor) else t for t in flat))
             self.output_count = len(outputs)
             # an output that is an input or a weight itself would come out as an alias of it
             found += [t.clone() for t in outputs]

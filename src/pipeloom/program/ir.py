@@ -42,6 +42,7 @@ class Program:
 
     inputs: placeholder -> GraphInput · outputs: (node, GraphOutput), only those that exist · has_weight: the loss function
     returned (sum, weight) · output_count: tensor leaves of the model's own output (evaluation).
+    output_form: (tree, leaves), how the model's output is put together; None stands for a tensor leaf (evaluation).
     aliases: name of a parameter -> the first name of the same Parameter (a tied weight).
     draws: number of random draws, once `random_keys` has numbered them.
     """
@@ -53,6 +54,7 @@ class Program:
     aliases: dict[str, str] = field(default_factory=dict)
     has_weight: bool = False
     output_count: int = 0
+    output_form: Any = None
     draws: int = 0
     chunks: int = 1
 

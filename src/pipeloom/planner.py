@@ -1,0 +1,268 @@
+"""The planner: a model, its loss and a Strategy become sub-programs and a Plan.
+
+The one place where passes and planning meet. A Planner captures once for each shape of micro-batch (static capture is faster than
+symbolic and has no trouble with sizes 0 and 1), applies the passes that the strategy asks for, and makes and keeps one plan for
+each division of a batch. It holds no weights and no process group: what a rank runs is `api`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .passes import Pass, apply_passes, build_pass, split_programs
+from .passes.anchors import CutPoints
+from .passes.cost_model import BYTES_PER_SECOND, LINK_BYTES_PER_SECOND, seconds
+from .passes.label_chunks import LabelChunks
+from .planning import Costs, Plan
+from .program.batch import BatchForm, shape_key
+from .program.capture import LossFunction, capture_leaves
+from .program.ir import Program
+from .program.subprogram import ProgramSet, SubProgram
+from .schedules import build
+from .schedules.catalogue import forward_only
+from .schedules.jobs import Edge, Kind
+from .schedules.schedule import Schedule
+from .strategy import Strategy
+
+#: captures kept for each of training and evaluation: the whole batch, the last partial one, and room for other lengths
+CAPTURES = 16
+#: a transfer's fixed cost where nothing has been measured
+LINK_LATENCY = 2e-4
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The sub-programs for one shape, and how to rebuild the model's output from its tensor leaves (evaluation)."""
+
+    programs: ProgramSet
+    output_form: Any = None
+
+
+@dataclass
+class Measured:
+    """Seconds of sub-programs by structure, as timed on the ranks; `ratio[kind]` scales the roofline for shapes not timed."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    ratio: dict[str, float] = field(default_factory=dict)
+
+
+class Planner:
+    """Captures, cuts and plans one model under one strategy.
+
+    device: where the programs will run. Raises what capture, passes, schedules and planning raise; each names its part.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, strategy: Strategy, device: torch.device
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.strategy = strategy
+        self.device = device
+        self.measured = Measured()
+        self.points: CutPoints | None = None
+        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+        self._plans: dict[Any, Plan] = {}
+
+    # ---- programs
+
+    def captured(self, leaves: Sequence[torch.Tensor], form: BatchForm, *, training: bool) -> Captured:
+        """The sub-programs for micro-batches of this shape: from the cache, or captured now."""
+        modes = tuple(m.training for m in self.model.modules()) if training else ()
+        frozen = tuple(p.requires_grad for p in self.model.parameters()) if training else ()
+        key = (training, form.key(), shape_key(leaves), modes, frozen)
+        if key in self._captured:
+            self._captured.move_to_end(key)
+            return self._captured[key]
+        program = capture_leaves(
+            self.model,
+            self.loss_fn,
+            list(leaves),
+            form,
+            training=training,
+            autocast=None if self.strategy.autocast is None else getattr(torch, self.strategy.autocast),
+            device=self.device,
+        )
+        found = Captured(self.cut(program), program.output_form)
+        self._captured[key] = found
+        while sum(k[0] == training for k in self._captured) > CAPTURES:
+            self._captured.pop(next(k for k in self._captured if k[0] == training))
+        return found
+
+    def cut(self, program: Program) -> ProgramSet:
+        """Applies the strategy's passes and splits. The first program decides the cuts; later ones are cut alike."""
+        strategy = self.strategy
+        label = LabelChunks(strategy.chunks, strategy.cuts, like=self.points)
+        passes: list[Pass] = [build_pass("random_keys")]
+        if program.training and strategy.split_backward:
+            passes.append(build_pass("split_fused_grads"))
+        if program.training:
+            passes.append(build_pass("gradient_merge"))
+        passes.append(label)
+        if program.training:
+            passes.append(build_pass("recompute"))
+        passes += [build_pass(name) for name in strategy.passes]
+        apply_passes(program, passes)
+        programs = split_programs(program, split_backward=strategy.split_backward)
+        if self.points is None:
+            self.points = label.points
+        return programs
+
+    # ---- plans
+
+    def schedule(
+        self, micro_batches: int, unit_costs: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0)
+    ) -> Schedule:
+        """The strategy's schedule for M micro-batches, each of F, B and W in ascending order (bit-equality rests on it)."""
+        strategy = self.strategy
+        return build(
+            strategy.schedule_mode,
+            stages=strategy.pp_degree,
+            chunks=strategy.vpp_degree,
+            micro_batches=micro_batches,
+            split_backward=strategy.split_backward,
+            ascending=True,
+            unit_costs=unit_costs,
+        )
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return self.schedule(1).placement
+
+    def plan(self, sets: Sequence[ProgramSet], *, training: bool, persistent: Sequence[int] = ()) -> Plan:
+        """The plan for micro-batches with these sub-programs, in order. persistent[stage]: bytes that are always alive there."""
+        key = (training, tuple(id(s) for s in sets), tuple(persistent))
+        if key not in self._plans:
+            costs = self.costs(sets[0], persistent)
+            if training:
+                mean = [sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w)]
+                schedule = self.schedule(
+                    len(sets), (*mean, LINK_LATENCY) if sum(mean) else (1.0, 1.0, 1.0, 0.0)
+                )
+            else:
+                schedule = forward_only(self.placement, len(sets))
+            updating = {p.chunk for s in sets for p in s.programs.values() if p.buffers}
+            self._plans[key] = Plan.make(
+                schedule,
+                _edges(sets),
+                costs,
+                memory_limit=self.strategy.memory_bytes,
+                ascending_chunks=updating,
+            )
+        return self._plans[key]
+
+    def costs(self, programs: ProgramSet, persistent: Sequence[int] = ()) -> Costs:
+        """What the jobs of these programs cost: measured seconds where they are known, else a roofline; bytes from the graphs."""
+        chunks = range(programs.chunks)
+
+        def of(kind: Kind) -> tuple[float, ...]:
+            return tuple(self._seconds(programs.programs.get((kind, c))) for c in chunks)
+
+        whole = of("X")
+        split = ("B", 0) in programs.programs
+        held = [held_bytes(programs, c) for c in chunks]
+        workspace: dict[Kind, list[float]] = {
+            kind: [float(p.peak_bytes) if (p := programs.programs.get((kind, c))) else 0.0 for c in chunks]
+            for kind in ("F", "B", "W", "X")
+        }
+        stages = max(self.placement) + 1
+        resident = list(persistent) or [0] * stages
+        return Costs(
+            forward=of("F"),
+            backward_b=of("B") if split else tuple(x / 2 for x in whole),
+            backward_w=of("W") if split else tuple(x / 2 for x in whole),
+            backward=whole,
+            latency=LINK_LATENCY,
+            bandwidth=LINK_BYTES_PER_SECOND,
+            held_forward=tuple(float(h[0]) for h in held),
+            held_weight=tuple(float(h[1]) for h in held),
+            held_backward=tuple(float(h[2]) for h in held),
+            workspace=workspace,
+            persistent=tuple(float(r) for r in resident),
+            update=max(resident) / BYTES_PER_SECOND,
+        )
+
+    def _seconds(self, program: SubProgram | None) -> float:
+        if program is None or program.empty:
+            return 0.0
+        timed = self.measured.seconds.get(program.structure)
+        if timed is not None:
+            return timed
+        return seconds(program.flops, program.moved) * self.measured.ratio.get(program.kind, 1.0)
+
+    def learn(self, times: Mapping[str, float], programs: ProgramSet) -> None:
+        """Takes measured seconds by structure, the same on every rank, of the programs of one set."""
+        self.measured.seconds.update(times)
+        for kind in ("F", "B", "W", "X"):
+            mine = [p for (k, _), p in programs.programs.items() if k == kind and p.structure in times]
+            modelled = sum(seconds(p.flops, p.moved) for p in mine)
+            if modelled > 0:
+                self.measured.ratio[kind] = sum(times[p.structure] for p in mine) / modelled
+
+
+def held_bytes(programs: ProgramSet, chunk: int) -> tuple[int, int, int]:
+    """Bytes that one micro-batch keeps in a chunk: from F until B, from F until W, and from B until W."""
+
+    def reads(kind: Kind) -> set[str]:
+        program = programs.programs.get((kind, chunk))
+        return set() if program is None else {i.name for i in program.inputs if i.kind == "value"}
+
+    backward = {
+        name
+        for (d, _, target), names in programs.messages.items()
+        if d == "B" and target == chunk
+        for name in names
+    }
+    made = programs.programs.get(("B", chunk))
+    between = reads("W") & set(made.outputs if made else ())
+    if made is None:
+        return _bytes(programs, reads("X") - backward), 0, 0
+    until_w = reads("W") - between - backward
+    until_b = reads("B") - until_w - backward
+    return (
+        _bytes(programs, until_b),
+        _bytes(programs, until_w),
+        _bytes(programs, between | (reads("W") & backward)),
+    )
+
+
+def _bytes(programs: ProgramSet, names: set[str]) -> int:
+    storages: dict[int, int] = {}
+    for name in names:
+        value = programs.values[name]
+        storages[value.storage] = max(storages.get(value.storage, 0), value.nbytes)
+    return sum(storages.values())
+
+
+def _edges(sets: Sequence[ProgramSet]) -> list[Edge]:
+    """The edges of all micro-batches: an edge that only some shapes have is an edge of the plan (its other messages are empty)."""
+    found: dict[tuple[str, int, int], Edge] = {}
+    distinct = {id(s): s for s in sets}.values()
+    for edge in (e for s in distinct for e in s.edges()):
+        key = (edge.direction, edge.source, edge.target)
+        if key not in found or found[key].nbytes < edge.nbytes:
+            found[key] = edge
+    return sorted(found.values())
+
+
+def digest_of(sets: Sequence[ProgramSet]) -> str:
+    """A hash of sub-programs, messages and shapes: equal on all ranks that will fit together."""
+    parts: list[Any] = []
+    for programs in sets:
+        parts.append(
+            sorted(
+                (k, p.structure, [tuple(i) for i in p.inputs], p.outputs)
+                for k, p in programs.programs.items()
+            )
+        )
+        parts.append(sorted(programs.messages.items()))
+        parts.append(sorted((v.name, v.shape, v.stride, str(v.dtype)) for v in programs.values.values()))
+        parts.append([(s.name, s.shape, s.chunk) for s in programs.slots])
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
