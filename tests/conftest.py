@@ -133,8 +133,7 @@ class Ranks:
                 }
                 worker.calls.write(json.dumps(call) + "\n")
                 worker.calls.flush()
-            outcomes = [self._outcome(rank, worker, began, timeout) for rank, worker in enumerate(workers)]
-        return outcomes
+            return [self._outcome(rank, worker, began, timeout) for rank, worker in enumerate(workers)]
 
     def _outcome(self, rank: int, worker: _Worker, began: float, timeout: float) -> Outcome:
         answer = worker.answer(began + timeout)

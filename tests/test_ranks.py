@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-def add_up(rank, size, start):
+def add_up(rank, _size, start):
     total = torch.tensor([start + rank])
     dist.all_reduce(total)
     return [int(total), os.getpid()]

@@ -23,8 +23,7 @@ class JobError(StepError):
 
 
 class TransferError(StepError):
-    """A message failed. `peer` is the other rank; `timed_out` tells a stalled peer from a closed connection.
-    """
+    """A message failed. `peer` is the other rank; `timed_out` tells a stalled peer from a closed connection."""
 
     def __init__(self, rank: int, peer: int, what: str, reason: str, timed_out: bool = False):
         super().__init__(f"rank {rank}: {what} (peer: rank {peer}): {reason}")

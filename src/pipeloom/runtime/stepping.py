@@ -2,7 +2,8 @@
 
 Everything in this room that may have to wait for a message is a generator that yields the receive that it
 waits for. Over torch.distributed a receive blocks instead, so `finish` runs one generator to its end; the
-ranks of one process are stepped in turn by `drive`, deterministically and without threads.
+ranks of one process are stepped in turn by `drive`, deterministically and without threads. Both run it
+without autograd.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from .errors import StuckError
@@ -27,12 +29,18 @@ def arrive(receive: Receive) -> Work[Tensor]:
     return receive.wait()
 
 
+def _advance(work: Work[T]) -> Receive:
+    """On to the next receive, without autograd: the mode must not leak out of a generator that is suspended."""
+    with torch.no_grad():
+        return next(work)
+
+
 def finish(work: Work[T]) -> T:
     """Run one rank's work to its end. Raises StuckError if it waits for a message that isn't there and can't
     block.
     """
     try:
-        receive = next(work)
+        receive = _advance(work)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
     work.close()
@@ -55,7 +63,7 @@ def drive(works: Sequence[Work[T]]) -> list[T]:
                     continue
                 moved = True
                 try:
-                    waiting[rank] = next(work)
+                    waiting[rank] = _advance(work)
                 except StopIteration as stop:
                     done[rank] = stop.value
                     waiting.pop(rank, None)

@@ -1,0 +1,44 @@
+"""Bytes of the values alive on a rank, known from the plan alone.
+
+Values that share memory (equal `memory`) are counted once, and freed with the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+Value = Hashable
+Memory = Hashable
+
+
+class Ledger:
+    """Bytes alive, with values that share memory counted once."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._memory: dict[Value, Memory] = {}
+        self._users: dict[Memory, int] = {}
+        self._bytes: dict[Memory, int] = {}
+
+    def add(self, value: Value, memory: Memory, nbytes: int) -> None:
+        if value in self._memory:
+            return
+        self._memory[value] = memory
+        self._users[memory] = self._users.get(memory, 0) + 1
+        grown = max(nbytes - self._bytes.get(memory, 0), 0)
+        self._bytes[memory] = self._bytes.get(memory, 0) + grown
+        self.now += grown
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, value: Value) -> None:
+        memory = self._memory.pop(value, None)
+        if memory is None:
+            return
+        self._users[memory] -= 1
+        if not self._users[memory]:
+            self.now -= self._bytes.pop(memory)
+            del self._users[memory]
+
+    def during(self, extra: int) -> None:
+        self.peak = max(self.peak, self.now + extra)

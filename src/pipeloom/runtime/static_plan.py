@@ -1,0 +1,397 @@
+"""A job list, compiled once into what the executor does without thinking.
+
+Takes one stage's lowered jobs and one ProgramSet a micro-batch. Each job becomes an argument template with
+the positions to fill from slots, the slots whose last reader it is (dropped before the call, so that memory
+is freed early), and the places its outputs go to. One slot list (a *scope*) a (chunk, micro-batch). Liveness
+is exact: it follows the order of the whole list, so any schedule frees as early as its order allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ..program.subprogram import Input, InputKind, ProgramSet, SubProgram
+from ..schedules.jobs import Direction, Job, LoweredJob, Phase, Transfer
+from .layout import Wire
+from .ledger import Ledger
+from .parameters import ParameterStore
+from .tags import ValueTags
+from .transport import Channel
+
+_Key = tuple[InputKind, str]
+
+
+@dataclass(slots=True)
+class Run:
+    """A compute job. call None: nothing to compute, but values may be handed over."""
+
+    job: Job
+    scope: int
+    call: Callable[[list[Any]], tuple[Any, ...]] | None
+    template: list[Any] = field(default_factory=list)
+    #: (position among the arguments, slot)
+    fill: list[tuple[int, int]] = field(default_factory=list)
+    #: slots that nobody reads after this call
+    drops: list[int] = field(default_factory=list)
+    #: (output position, scope, slot): values kept, here or in a chunk on the same rank
+    stores: list[tuple[int, int, int]] = field(default_factory=list)
+    #: (slot here, scope, slot there): older values handed to a chunk on the same rank
+    moves: list[tuple[int, int, int]] = field(default_factory=list)
+    late_drops: list[int] = field(default_factory=list)
+    #: (slot, buffer name): the version that this micro-batch's jobs read; F only
+    buffer_reads: list[tuple[int, str]] = field(default_factory=list)
+    #: (output position, buffer name): new versions; F only
+    buffer_writes: list[tuple[int, str]] = field(default_factory=list)
+    #: (output position, what, index): what the step's result needs
+    collects: list[tuple[int, Literal["loss", "weight", "output"], int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Message:
+    """One side of a message: the values in order, with their wires and slots (slot −1: nobody here reads it)."""
+
+    transfer: Transfer
+    scope: int
+    channel: Channel
+    tag: int
+    wires: list[Wire]
+    slots: list[int]
+    drops: list[int] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(wire.nbytes for wire in self.wires)
+
+
+@dataclass(slots=True)
+class Share:
+    """Give the losses and/or weights, now complete on this rank, to all other ranks."""
+
+    losses: bool
+    weights: bool
+
+
+Item = Run | Message | Share | Phase
+
+
+@dataclass
+class StaticPlan:
+    """items: what to do, in order. scopes: number of slots of each scope.
+    leaves, tangents, keys: (scope, slot, micro-batch[, leaf]): inputs that are there when the step begins.
+    live_bytes[i]: bytes of values alive after item i; peak_bytes: at the worst moment, working memory
+    included."""
+
+    stage: int
+    micro_batches: int
+    items: list[Item]
+    scopes: list[int]
+    leaves: list[tuple[int, int, int, int]]
+    tangents: list[tuple[int, int, int]]
+    keys: list[tuple[int, int, int]]
+    live_bytes: list[int]
+    peak_bytes: int
+    loss_stage: int
+    weight_stage: int | None
+    written_buffers: list[str]
+
+
+def compile_jobs(
+    stage: int,
+    jobs: Sequence[LoweredJob],
+    program_sets: Sequence[ProgramSet],
+    placement: Sequence[int],
+    store: ParameterStore,
+) -> StaticPlan:
+    """Raises ValueError, naming the job, where the list and the programs don't fit together."""
+    return _Compiler(stage, jobs, program_sets, placement, store).plan()
+
+
+class _Compiler:
+    def __init__(
+        self,
+        stage: int,
+        jobs: Sequence[LoweredJob],
+        program_sets: Sequence[ProgramSet],
+        placement: Sequence[int],
+        store: ParameterStore,
+    ):
+        self.stage = stage
+        self.sets = program_sets
+        self.placement = placement
+        self.store = store
+        self.tags = ValueTags(program_sets)
+        self.jobs = [job for job in jobs if not self._idle(job)]
+        self.scope_of: dict[tuple[int, int], int] = {}
+        self.slots: list[dict[_Key, int]] = []
+        #: (scope, key) -> index of the last job that reads it
+        self.last_use: dict[tuple[int, _Key], int] = {}
+        #: values that the jobs so far have made or received
+        self.made: set[tuple[int, str]] = set()
+        self._find_uses()
+
+    # -- pass 1: who reads what, last
+
+    def _idle(self, job: LoweredJob) -> bool:
+        """A transfer that carries no value for its micro-batch."""
+        return isinstance(job, Transfer) and not self._names(job)
+
+    def _names(self, transfer: Transfer) -> list[str]:
+        edge = (transfer.direction, transfer.source, transfer.target)
+        return self._set(transfer, transfer.micro_batch).messages.get(edge, [])
+
+    def _set(self, job: Job | Transfer, micro_batch: int) -> ProgramSet:
+        if not 0 <= micro_batch < len(self.sets):
+            raise ValueError(
+                f"stage {self.stage}: {job} is beyond the {len(self.sets)} micro-batches of this step"
+            )
+        return self.sets[micro_batch]
+
+    def _program(self, job: Job) -> SubProgram:
+        program = self._set(job, job.micro_batch).programs.get((job.kind, job.chunk))
+        if program is None:
+            raise ValueError(f"stage {self.stage}: there is no program for job {job}")
+        return program
+
+    def _scope(self, chunk: int, micro_batch: int) -> int:
+        key = (chunk, micro_batch)
+        if key not in self.scope_of:
+            self.scope_of[key] = len(self.slots)
+            self.slots.append({})
+        return self.scope_of[key]
+
+    def _find_uses(self) -> None:
+        for index, job in enumerate(self.jobs):
+            if isinstance(job, Job):
+                scope = self._scope(job.chunk, job.micro_batch)
+                for entry in self._program(job).inputs:
+                    if entry.kind not in ("param", "acc"):
+                        self.last_use[scope, _key(entry)] = index
+                for _, names in self._local_edges(job):
+                    for name in names:
+                        self.last_use[scope, ("value", name)] = index
+            elif isinstance(job, Transfer) and job.action == "send":
+                scope = self._scope(job.source, job.micro_batch)
+                for name in self._names(job):
+                    self.last_use[scope, ("value", name)] = index
+
+    def _local_edges(self, job: Job) -> list[tuple[int, list[str]]]:
+        """(target chunk, values) of the messages that this job's chunk hands to chunks of the same stage."""
+        direction: Direction = "F" if job.kind == "F" else "B"
+        if job.kind == "W":
+            return []
+        messages = self._set(job, job.micro_batch).messages
+        return [
+            (target, names)
+            for (way, source, target), names in messages.items()
+            if way == direction and source == job.chunk and self.placement[target] == self.stage
+        ]
+
+    def _slot(self, scope: int, key: _Key) -> int:
+        return self.slots[scope].setdefault(key, len(self.slots[scope]))
+
+    # -- pass 2: what to do
+
+    def plan(self) -> StaticPlan:
+        items: list[Item] = []
+        ledger = Ledger()
+        live: list[int] = []
+        share_after, weight_stage = self._shares()
+        for index, job in enumerate(self.jobs):
+            if isinstance(job, Job):
+                items.append(self._run(index, job, ledger))
+            elif isinstance(job, Transfer):
+                items.append(self._message(index, job, ledger))
+            else:
+                items.append(job)
+            live.append(ledger.now)
+            if index in share_after:
+                items.append(share_after[index])
+                live.append(ledger.now)
+        leaves: list[tuple[int, int, int, int]] = []
+        tangents: list[tuple[int, int, int]] = []
+        keys: list[tuple[int, int, int]] = []
+        for (_, micro_batch), scope in self.scope_of.items():
+            for (kind, name), slot in self.slots[scope].items():
+                if kind == "input":
+                    leaves.append((scope, slot, micro_batch, int(name)))
+                elif kind == "tangent":
+                    tangents.append((scope, slot, micro_batch))
+                elif kind == "key":
+                    keys.append((scope, slot, micro_batch))
+        written = {name for item in items if isinstance(item, Run) for _, name in item.buffer_writes}
+        return StaticPlan(
+            stage=self.stage,
+            micro_batches=len(self.sets),
+            items=items,
+            scopes=[len(slots) for slots in self.slots],
+            leaves=leaves,
+            tangents=tangents,
+            keys=keys,
+            live_bytes=live,
+            peak_bytes=ledger.peak,
+            loss_stage=self.placement[self.sets[0].loss_chunk],
+            weight_stage=weight_stage,
+            written_buffers=sorted(written),
+        )
+
+    def _shares(self) -> tuple[dict[int, Share], int | None]:
+        """After which job the losses and weights are complete here. Those that one rank makes are sent
+        together, so that all ranks know their order."""
+        programs = self.sets[0]
+        made = {"loss": programs.loss_chunk}
+        weight_stage = None
+        if programs.weight is not None:
+            made["weight"] = programs.weight_chunk
+            weight_stage = self.placement[programs.weight_chunk]
+        mine = {what for what, chunk in made.items() if self.placement[chunk] == self.stage}
+        chunks = {made[what] for what in mine}
+        last = [
+            i for i, j in enumerate(self.jobs) if isinstance(j, Job) and j.kind == "F" and j.chunk in chunks
+        ]
+        if not last:
+            return {}, weight_stage
+        return {last[-1]: Share("loss" in mine, "weight" in mine)}, weight_stage
+
+    def _run(self, index: int, job: Job, ledger: Ledger) -> Run:
+        program = self._program(job)
+        scope = self._scope(job.chunk, job.micro_batch)
+        programs = self.sets[job.micro_batch]
+        run = Run(job, scope, None if program.empty else program.call)
+        for position, entry in enumerate(program.inputs):
+            run.template.append(self._constant(job, entry))
+            if entry.kind in ("param", "acc"):
+                continue
+            key = _key(entry)
+            if entry.kind == "value" and (scope, entry.name) not in self.made:
+                raise ValueError(
+                    f"stage {self.stage}: job {job} needs {entry.name!r}, which no earlier job "
+                    "of the list makes or receives"
+                )
+            slot = self._slot(scope, key)
+            run.fill.append((position, slot))
+            if entry.kind == "buffer" and job.kind == "F":
+                run.buffer_reads.append((slot, entry.name))
+            if self.last_use[scope, key] == index and not self._handed(job, key) and slot not in run.drops:
+                run.drops.append(slot)
+        ledger.during(program.peak_bytes)
+        position_of = {name: position for position, name in enumerate(program.outputs)}
+        for name, position in position_of.items():
+            key = ("value", name)
+            self._collect(run, job, programs, name, position)
+            if self.last_use.get((scope, key), -1) > index:
+                run.stores.append((position, scope, self._slot(scope, key)))
+                self.made.add((scope, name))
+                ledger.add(
+                    (scope, key),
+                    (job.chunk, job.micro_batch, programs.values[name].storage),
+                    programs.values[name].nbytes,
+                )
+        for target, names in self._local_edges(job):
+            there = self._scope(target, job.micro_batch)
+            for name in names:
+                key = ("value", name)
+                if self.last_use.get((there, key), -1) <= index:
+                    continue
+                slot = self._slot(there, key)
+                self.made.add((there, name))
+                ledger.add(
+                    (there, key),
+                    (job.chunk, job.micro_batch, programs.values[name].storage),
+                    programs.values[name].nbytes,
+                )
+                if name in position_of:
+                    run.stores.append((position_of[name], there, slot))
+                elif (scope, name) in self.made:
+                    run.moves.append((self._slot(scope, key), there, slot))
+                else:
+                    raise ValueError(
+                        f"stage {self.stage}: job {job} hands on {name!r}, which nobody has made before it"
+                    )
+        for _, names in self._local_edges(job):
+            for name in names:
+                key = ("value", name)
+                if name not in position_of and self.last_use[scope, key] == index:
+                    run.late_drops.append(self._slot(scope, key))
+        for slot in (*run.drops, *run.late_drops):
+            ledger.drop((scope, _key_of(self.slots[scope], slot)))
+        if job.kind == "F":
+            run.buffer_writes = [(position_of[value], name) for name, value in program.buffers.items()]
+        return run
+
+    def _constant(self, job: Job, entry: Input) -> Any:
+        """What is the same at every step: a weight or an accumulator; None where a slot fills the position."""
+        bound: Mapping[str, Tensor]
+        if entry.kind == "param":
+            bound = self.store.parameters
+        elif entry.kind == "acc":
+            bound = self.store.accumulators
+        else:
+            return None
+        if entry.name not in bound:
+            raise ValueError(
+                f"stage {self.stage}: job {job} needs {entry.kind} {entry.name!r}, which this "
+                "stage doesn't hold"
+            )
+        return bound[entry.name]
+
+    def _handed(self, job: Job, key: _Key) -> bool:
+        return any(key[0] == "value" and key[1] in names for _, names in self._local_edges(job))
+
+    def _collect(self, run: Run, job: Job, programs: ProgramSet, name: str, position: int) -> None:
+        if job.kind != "F":
+            return
+        if name == programs.loss and job.chunk == programs.loss_chunk:
+            run.collects.append((position, "loss", 0))
+        if name == programs.weight and job.chunk == programs.weight_chunk:
+            run.collects.append((position, "weight", 0))
+        for number, (output, chunk) in enumerate(zip(programs.outputs, programs.output_chunks, strict=True)):
+            if output == name and chunk == job.chunk:
+                run.collects.append((position, "output", number))
+
+    def _message(self, index: int, job: Transfer, ledger: Ledger) -> Message:
+        programs = self.sets[job.micro_batch]
+        names = self._names(job)
+        sending = job.action == "send"
+        scope = self._scope(job.source if sending else job.target, job.micro_batch)
+        message = Message(
+            transfer=job,
+            scope=scope,
+            channel=job.direction,
+            tag=self.tags.of((job.direction, job.source, job.target), job.micro_batch),
+            wires=[Wire.of(programs.values[name]) for name in names],
+            slots=[],
+        )
+        for name in names:
+            key: _Key = ("value", name)
+            if sending:
+                if (scope, name) not in self.made:
+                    raise ValueError(
+                        f"stage {self.stage}: {job} sends {name!r}, which nobody has made before it"
+                    )
+                message.slots.append(self._slot(scope, key))
+                if self.last_use[scope, key] == index:
+                    message.drops.append(self._slot(scope, key))
+                    ledger.drop((scope, key))
+            elif (scope, key) in self.last_use:
+                message.slots.append(self._slot(scope, key))
+                if job.action == "recv":
+                    self.made.add((scope, name))
+                else:
+                    ledger.add(
+                        (scope, key), (job.target, job.micro_batch, name), programs.values[name].nbytes
+                    )
+            else:
+                message.slots.append(-1)
+        return message
+
+
+def _key(entry: Input) -> _Key:
+    return (entry.kind, entry.name)
+
+
+def _key_of(slots: dict[_Key, int], slot: int) -> _Key:
+    return next(key for key, number in slots.items() if number == slot)
