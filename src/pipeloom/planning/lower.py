@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from ..schedules.jobs import Edge, Job, LoweredJob, Phase, Transfer
+from ..schedules.jobs import Direction, Edge, Job, LoweredJob, Phase, Transfer
 from ..schedules.schedule import BACKWARD, BACKWARD_B, FORWARD, Schedule
 from ..schedules.timing import Times, times
 from .costs import Costs
 
 #: (sender, receiver, direction)
-Channel = tuple[int, int, str]
+Channel = tuple[int, int, Direction]
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,7 @@ def check_edges(edges: Iterable[Edge], chunks: int) -> list[Edge]:
         if edge.direction not in ("F", "B") or not 0 <= low < high < chunks or edge.nbytes < 0:
             raise ValueError(
                 f"{edge} doesn't fit a model of {chunks} chunks: an F edge runs to a later chunk, a B edge "
-                "to an "
-                "earlier one, and bytes are not negative"
+                "to an earlier one, and bytes are not negative"
             )
     for one, other in pairwise(ordered):
         if one[:3] == other[:3]:

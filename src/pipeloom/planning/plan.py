@@ -165,8 +165,8 @@ class Plan:
             "",
             draw(self.simulation.schedule, columns=_COLUMNS),
             "",
-            f"predicted step {figures.step_time:.4g} {unit}, bubble {figures.bubble_global:.1%} of the step, "
-            f"{figures.bubble_span:.1%} of the longest span",
+            f"predicted step {figures.step_time:.4g} {unit}, bubble {figures.bubble_global:.1%} of the "
+            f"step, {figures.bubble_span:.1%} of the longest span",
             f"{'stage':>5}  {'busy':>5}  {'peak':>9}  {'jobs':>5}  {'sends':>5}  chunks",
         ]
         for stage, jobs in enumerate(self.jobs):

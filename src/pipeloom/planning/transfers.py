@@ -53,9 +53,8 @@ def check_transfers(lowered: Lowered, where: Where) -> dict[MessageKey, Sides]:
         stage, index, _ = places[0]
         raise PlanError(
             "transfers",
-            f"stage {stage} has {action} of {message_name(message)} at entry {index}, and no such message is "
-            "needed: "
-            "there is no such edge, or it joins chunks of one stage",
+            f"stage {stage} has {action} of {message_name(message)} at entry {index}, and no such message "
+            "is needed: there is no such edge, or it joins chunks of one stage",
         )
     return messages
 
@@ -77,8 +76,7 @@ def _one_side(
         raise PlanError(
             "transfers",
             f"{action} of {message_name(message)} is on stage {stage} with stage {with_stage} (entry "
-            f"{index}); "
-            f"it belongs on stage {own}, with stage {peer}",
+            f"{index}); it belongs on stage {own}, with stage {peer}",
         )
     return index
 
@@ -98,14 +96,13 @@ def _between(lowered: Lowered, where: Where, edge: Edge, micro_batch: int, sides
         raise PlanError(
             "dependencies",
             f"stage {receiver}: {lowered.jobs[receiver][consumed]} (entry {consumed}) needs {name}, whose "
-            "recv comes "
-            f"later (entry {sides.recv})",
+            f"recv comes later (entry {sides.recv})",
         )
     if sides.post > sides.recv:
         raise PlanError(
             "transfers",
-            f"stage {receiver} waits for {name} (entry {sides.recv}) before its receive is posted "
-            f"(entry {sides.post})",
+            f"stage {receiver} waits for {name} (entry {sides.recv}) before its receive is posted (entry "
+            f"{sides.post})",
         )
 
 
@@ -121,8 +118,8 @@ def check_channels(lowered: Lowered, messages: dict[MessageKey, Sides]) -> None:
             if one != other:
                 raise PlanError(
                     "channels",
-                    f"{direction} messages from stage {sender} to stage {receiver} are sent in one order and "
-                    f"posted in another: number {number} is sent as {message_name(one)} "
-                    f"(entry {messages[one].send} of stage {sender}) and posted as "
-                    f"{message_name(other)} (entry {messages[other].post} of stage {receiver})",
+                    f"{direction} messages from stage {sender} to stage {receiver} are sent in one order "
+                    f"and posted in another: number {number} is sent as {message_name(one)} (entry "
+                    f"{messages[one].send} of stage {sender}) and posted as {message_name(other)} (entry "
+                    f"{messages[other].post} of stage {receiver})",
                 )

@@ -107,10 +107,11 @@ def _entries(lowered: Lowered) -> None:
             else:
                 raise PlanError("entries", f"{at} is {job!r}: not a job, a transfer or a phase")
             if not sound:
+                name = str(job) if isinstance(job, Job) else repr(job)
                 raise PlanError(
                     "entries",
-                    f"{at}, {job}, doesn't fit {total} chunks, {micro_batches} micro-batches and {stages} "
-                    "stages",
+                    f"{at}, {name}, doesn't fit {total} chunks, {micro_batches} micro-batches and "
+                    f"{stages} stages",
                 )
 
 
@@ -164,9 +165,8 @@ def _phases(lowered: Lowered) -> None:
             raise PlanError(
                 "phases",
                 f"stage {stage}'s list must end with {ends}, after its {len(jobs)} entries' last job (has "
-                f"{have}): "
-                "otherwise a rank reduces gradients that are not complete, or in another order than its "
-                "peers",
+                f"{have}): otherwise a rank reduces gradients that are not complete, or in another order "
+                "than its peers",
             )
 
 
@@ -250,11 +250,9 @@ def _memory(lowered: Lowered, costs: Costs | None, memory_limit: float | Sequenc
             job = [j for j in jobs if isinstance(j, Job)][worst]
             raise PlanError(
                 "memory",
-                f"stage {stage} needs {level.peak:,.6g} bytes at {job} and may use {limit:,.6g}: allow more, "
-                "or take "
-                "a schedule with fewer micro-batches in flight (1F1B and ZBV are lean), smaller "
-                "micro-batches, or "
-                "recompute",
+                f"stage {stage} needs {level.peak:,.6g} bytes at {job} and may use {limit:,.6g}: allow "
+                "more, or take a schedule with fewer micro-batches in flight (1F1B and ZBV are lean), "
+                "smaller micro-batches, or recompute",
             )
 
 
@@ -268,8 +266,7 @@ def _buffers(lowered: Lowered, chunks: Collection[int]) -> None:
                     raise PlanError(
                         "order",
                         f"stage {stage} runs {before} before {job}: chunk {job.chunk} updates buffers, so "
-                        "its "
-                        "forwards must run in ascending order of micro-batches",
+                        "its forwards must run in ascending order of micro-batches",
                     )
                 last[job.chunk] = job
 

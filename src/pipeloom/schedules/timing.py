@@ -47,7 +47,7 @@ def times(schedule: Schedule, duration: Duration, edges: Sequence[Edge], delay: 
     cost = [[duration(kind, chunk) for chunk in range(total)] for kind in ("F", "B", "W", "X")]
     inputs = _inputs(total, size, micro_batches, edges, delay)
     end = [-1.0] * (2 * size)  # of F's and of B's or X's, −1: has not run
-    waiter = [-1] * (2 * size)
+    waiters: dict[int, list[int]] = {}  # job that has not run -> the stages that wait for it
     start_of: list[list[float]] = [[0.0] * len(codes) for codes in schedule.codes]
     end_of: list[list[float]] = [[0.0] * len(codes) for codes in schedule.codes]
     orders = [codes.tolist() for codes in schedule.codes]
@@ -71,7 +71,7 @@ def times(schedule: Schedule, duration: Duration, edges: Sequence[Edge], delay: 
                 if there + wait > begin:
                     begin = there + wait
             if blocked >= 0:
-                waiter[blocked] = stage
+                waiters.setdefault(blocked, []).append(stage)
                 break
             now = begin + cost[kind][chunk]
             starts[at], ends[at] = begin, now
@@ -79,12 +79,11 @@ def times(schedule: Schedule, duration: Duration, edges: Sequence[Edge], delay: 
             if kind != BACKWARD_W:
                 done = rest if kind == FORWARD else rest + size
                 end[done] = now
-                if waiter[done] >= 0:
-                    runnable.append(waiter[done])
-                    waiter[done] = -1
+                if done in waiters:
+                    runnable += waiters.pop(done)
         place[stage], clock[stage] = at, now
     if any(at < len(order) for at, order in zip(place, orders, strict=True)):
-        raise Stuck(_waits(schedule, orders, place, waiter))
+        raise Stuck(_waits(schedule, place, waiters))
     return Times(start_of, end_of)
 
 
@@ -110,13 +109,14 @@ def _inputs(
     return [by_kind[kind] for kind in range(4)]
 
 
-def _waits(
-    schedule: Schedule, orders: list[list[int]], place: list[int], waiter: list[int]
-) -> dict[int, tuple[Job, Job]]:
-    decode = schedule.coding.decode
-    missing = {stage: code for code, stage in enumerate(waiter) if stage >= 0}
+def _waits(schedule: Schedule, place: list[int], waiters: dict[int, list[int]]) -> dict[int, tuple[Job, Job]]:
+    jobs = schedule.jobs
     waits = {}
-    for stage, code in missing.items():
-        if place[stage] < len(orders[stage]):
-            waits[stage] = (decode(orders[stage][place[stage]]), decode(code))
+    for code, stages in waiters.items():
+        missing = schedule.coding.decode(code)
+        whole = missing._replace(kind="X")
+        if missing.kind == "B" and whole in jobs[schedule.placement[missing.chunk]]:
+            missing = whole
+        for stage in stages:
+            waits[stage] = (jobs[stage][place[stage]], missing)
     return waits
