@@ -11,6 +11,7 @@ The last tenth of the characters is held out and never drawn for training.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +29,26 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as characters. vocabulary: its characters, sorted; train, held_out: int64 codes, one a
-    character.
+    """A text as characters. vocabulary: its characters, sorted. train, held_out: int64 codes, one a
+    character. digest: tells this text from others.
     """
 
     vocabulary: str
     train: Tensor
     held_out: Tensor
+    digest: str
 
     @staticmethod
     def of(text: str) -> Corpus:
-        """A corpus of `text`: the last tenth (rounded down) is held out. Raises DataError for an empty
-        text.
-        """
+        """A corpus of `text`: the last tenth (rounded down) is held out. Raises DataError for no text."""
         if not text:
             raise DataError("the text is empty: give a file with at least some thousand characters")
         vocabulary = "".join(sorted(set(text)))
         index = {character: code for code, character in enumerate(vocabulary)}
         codes = torch.tensor([index[character] for character in text], dtype=torch.int64)
         border = len(codes) - len(codes) // HELD_OUT
-        return Corpus(vocabulary, codes[:border], codes[border:])
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        return Corpus(vocabulary, codes[:border], codes[border:], digest)
 
     @staticmethod
     def load(path: str | None = None) -> Corpus:

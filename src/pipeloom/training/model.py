@@ -8,8 +8,6 @@ weight.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,32 +42,26 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """int64 (batch, time ≤ sequence) → logits (batch, time, vocabulary). The same seed gives the same
-    weights.
+    """int64 (batch, time ≤ sequence) → logits (batch, time, vocabulary).
+
+    The same seed gives the same weights (torch's own initialisation), and the caller's random state is
+    untouched.
     """
 
     def __init__(self, vocabulary: int, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, config.width)
-        self.position = nn.Embedding(config.sequence, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, vocabulary, bias=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(vocabulary, config.width)
+            self.position = nn.Embedding(config.sequence, config.width)
+            self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, vocabulary, bias=False)
         if config.tied:
+            nn.init.normal_(
+                self.embedding.weight, std=config.width**-0.5, generator=torch.Generator().manual_seed(seed)
+            )
             self.head.weight = self.embedding.weight
-        self._initialise(torch.Generator().manual_seed(seed))
-
-    def _initialise(self, generator: torch.Generator) -> None:
-        """GPT-2's: normal with deviation 0.02, smaller where a layer adds to the residual stream; biases
-        zero.
-        """
-        residual = 0.02 / math.sqrt(2 * len(self.layers))
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            else:
-                deviation = residual if name.endswith(("project.weight", "down.weight")) else 0.02
-                nn.init.normal_(parameter, std=deviation, generator=generator)
 
     def forward(self, codes: Tensor) -> Tensor:
         x = self.embedding(codes) + self.position(torch.arange(codes.shape[1], device=codes.device))
