@@ -86,6 +86,7 @@ def export_joint(
     """
     with (
         contextlib.ExitStack() as stack,
+        torch.enable_grad(),  # the caller may be inside a step, which runs without
         fx_traceback.preserve_node_meta(),
         tracing(TracingContext(mode)),
         _tracing_transformers(),
