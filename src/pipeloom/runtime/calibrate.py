@@ -1,0 +1,96 @@
+"""Times the sub-programs of one stage before the first step, so that a plan predicts from measured seconds.
+
+Values that would come from other stages are zeros of their shapes; everything inside a chunk is what its own
+forward makes. One program of each structure is timed. The accumulators are cleared afterwards; buffers don't
+move (new versions are outputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program.subprogram import ProgramSet, SubProgram
+from ..schedules.jobs import Kind
+from .parameters import ParameterStore
+
+
+def time_programs(
+    store: ParameterStore,
+    programs: ProgramSet,
+    chunks: Sequence[int],
+    leaves: Sequence[Tensor],
+    rounds: int = 3,
+) -> dict[str, float]:
+    """{structure: seconds} of the programs of these chunks; the best of `rounds` after one that warms up.
+
+    leaves: those of one micro-batch; meta ones count as zeros.
+    """
+    real = [torch.zeros_like(t, device=store.device) if t.is_meta else t.to(store.device) for t in leaves]
+    times: dict[str, float] = {}
+    with torch.no_grad():
+        for chunk in chunks:
+            _Chunk(store, programs, chunk, real).time(times, rounds)
+    store.clear()
+    return times
+
+
+class _Chunk:
+    def __init__(
+        self, store: ParameterStore, programs: ProgramSet, chunk: int, leaves: Sequence[Tensor]
+    ) -> None:
+        self.store = store
+        self.programs = programs
+        self.chunk = chunk
+        self.leaves = leaves
+        self.values: dict[str, Any] = {}
+
+    def time(self, times: dict[str, float], rounds: int) -> None:
+        order: tuple[Kind, ...] = ("F", "X", "B", "W")
+        for kind in order:
+            program = self.programs.programs.get((kind, self.chunk))
+            if program is None or program.empty:
+                continue
+            # B's outputs are W's inputs, so a program whose time is known still runs once
+            known = program.structure in times
+            for round_ in range(1 if known else rounds + 1):
+                arguments = [self._argument(program, i) for i in range(len(program.inputs))]
+                self._wait()
+                begin = perf_counter()
+                outputs = program.call(arguments)
+                self._wait()
+                seconds = perf_counter() - begin
+                if round_ > 0:
+                    times[program.structure] = min(seconds, times.get(program.structure, seconds))
+            self.values.update(zip(program.outputs, outputs, strict=True))
+
+    def _argument(self, program: SubProgram, position: int) -> Any:
+        kind, name = program.inputs[position]
+        if kind == "param":
+            return self.store.parameters[name]
+        if kind == "acc":
+            return self.store.accumulators[name]
+        if kind == "buffer":
+            return self.store.buffers[name]
+        if kind == "input":
+            return self.leaves[int(name)]
+        if kind == "key":
+            return torch.zeros((), dtype=torch.int64)
+        if kind == "tangent":
+            dtype = self.programs.values[self.programs.loss].dtype
+            return torch.ones((), dtype=dtype, device=self.store.device)
+        if name not in self.values:
+            value = self.programs.values[name]
+            empty = torch.empty_strided(
+                value.shape, value.stride, dtype=value.dtype, device=self.store.device
+            )
+            self.values[name] = empty.zero_() if 0 not in value.stride else torch.zeros_like(empty)
+        return self.values[name]
+
+    def _wait(self) -> None:
+        if self.store.device.type != "cpu":
+            torch.accelerator.synchronize(self.store.device)
