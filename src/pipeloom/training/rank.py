@@ -30,6 +30,7 @@ def run(order: str) -> int:
     values = json.loads(order)
     rank = os.environ.get("RANK", "0")
     try:
+        from ..runtime.errors import JobError, PeerError
         from .data import DataError
         from .loop import train
     except KeyboardInterrupt:
@@ -44,6 +45,13 @@ def run(order: str) -> int:
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    except PeerError as error:  # the failing rank tells the rest
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except JobError as error:
+        traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         traceback.print_exc()
         print(f"rank {rank} failed: {error}", file=sys.stderr)
