@@ -143,14 +143,14 @@ def crossing_bytes(program: Program, order: list[fx.Node]) -> list[int]:
 def position_costs(program: Program, order: list[fx.Node]) -> list[float]:
     """Seconds of each forward op with the backward ops that are its derivative."""
     costs = [op_seconds(n) for n in order]
-    by_number: dict[int, int] = {}
+    by_number: dict[int | None, int] = {}
     for i, node in enumerate(order):
         number = compat.sequence_number(node)
         if number is not None:
             by_number.setdefault(number, i)
     for node in program.live():
         if node.op == "call_function" and compat.is_backward(node):
-            at = by_number.get(compat.sequence_number(node) or -1)
+            at = by_number.get(compat.sequence_number(node))
             if at is not None:
                 costs[at] += op_seconds(node)
     return costs

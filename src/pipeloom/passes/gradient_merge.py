@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from ..program import compat
 from ..program.compat import GraphOutput
-from ..program.ir import Program, ProgramError
+from ..program.ir import ROLE, OpRole, Program, ProgramError
 from .base import Pass, register_pass
 
 aten = torch.ops.aten
@@ -39,7 +39,8 @@ class GradientMerge(Pass):
         program.outputs = rest
         for name, nodes in uses.items():
             for index, node in enumerate(sorted(nodes, key=order.__getitem__)):
-                program.outputs.append((node, GraphOutput("slot", f"{name}#{index}")))
+                made = _copied(program, node) if node.op == "placeholder" else node
+                program.outputs.append((made, GraphOutput("slot", f"{name}#{index}")))
         output = next(n for n in program.graph.nodes if n.op == "output")
         output.args = ([n for n, _ in program.outputs],)
 
@@ -48,6 +49,17 @@ class GradientMerge(Pass):
         names = [desc.name for _, desc in program.outputs if desc.kind == "slot"]
         if len(names) != len(set(names)) or program.gradients():
             raise ProgramError("a parameter's gradient has no slot, or two slots share a name")
+
+
+def _copied(program: Program, seed: fx.Node) -> fx.Node:
+    """An op that makes a gradient which is the seed of the backward itself (a 0-dim parameter that is a term of the loss), so that
+    it can belong to a chunk."""
+    last = next(n for n in reversed(program.graph.nodes) if n.op == "placeholder")
+    with program.graph.inserting_after(last):
+        node = program.graph.call_function(aten.clone.default, (seed,))
+    node.meta = {"val": seed.meta["val"].clone(), ROLE: OpRole.BACKWARD}
+    compat.mark_backward(node)
+    return node
 
 
 def operands(gradient: fx.Node, parameter: fx.Node) -> list[fx.Node]:

@@ -69,7 +69,7 @@ class LabelChunks(Pass):
     def _backward(self, program: Program, free: set[fx.Node], labels: dict[fx.Node, int]) -> None:
         live = program.live()
         ops = [n for n in program.ops() if n.meta[ROLE] == OpRole.BACKWARD and n in live and n not in free]
-        by_number: dict[int, int] = {}
+        by_number: dict[int | None, int] = {}
         for node, label in labels.items():
             number = compat.sequence_number(node)
             if number is not None:
@@ -81,7 +81,7 @@ class LabelChunks(Pass):
                 labels[node] = labels[node.args[0]]  # type: ignore[index]
                 continue
             sources = [labels[n] for n in node.all_input_nodes if n in backward and n in labels]
-            own = by_number.get(compat.sequence_number(node) or -1)
+            own = by_number.get(compat.sequence_number(node))
             accumulates = node.target is torch.ops.aten.add.Tensor and len(sources) == 2
             if sources and (accumulates or own is None):
                 labels[node] = min(sources)

@@ -136,7 +136,8 @@ class _Splitter:
                     b_nodes = cheapest_boundary(b_nodes, backward, [n for n, _ in slots], self._needs_of)
                 w_nodes = backward - b_nodes
                 b_slots: list[tuple[fx.Node, GradientSlot]] = []
-                needed = self._inputs(w_nodes, c)[1] + [n for n, _ in slots if n in b_nodes]
+                needed = self._inputs(w_nodes, c)[1]
+                needed += [v for n, _ in slots if n in b_nodes for v in self._inputs_of_value(n, c)[1]]
                 kept = [v for v in dict.fromkeys(needed) if v in b_nodes]
                 parts["B"] = (b_nodes, exports + [v for v in kept if v not in exports], b_slots)
                 parts["W"] = (w_nodes, [], slots)
