@@ -6,10 +6,8 @@ another in one direction share a channel, and are sent, and their receives poste
 the sender makes them.
 
 - A send stands right after its producer, a recv right before its consumer.
-- A post stands just in time: before the job that the receiver runs when the producer ends in the plan
-(strictly: the
-  last job that started before; if the receiver idles then, the job after it), never after the consumer, and
-  never behind a later post of its channel.
+- A post stands just in time: before the job that the receiver runs when the producer ends in the plan. Strictly: the
+  last job that started before that; if the receiver has ended it and idles, the job after it.
 
 So no send ever waits in the plan, and none can hang even where a send blocks until its receive is posted,
 whatever jobs really cost: along program order and data, planned time never falls, and from a post to its send
@@ -146,20 +144,17 @@ def _places(schedule: Schedule) -> dict[str, list[int]]:
 
 
 def _posts(messages: Sequence[_Message], channel: Channel, when: Times) -> list[int]:
-    """Index of the receiver's compute job before which each message's receive is posted."""
+    """Index of the receiver's compute job before which each message's receive is posted. Consumers start no earlier
+    than their producer ends, so a post is never behind its consumer, nor behind a later post of its channel."""
     sender, receiver, _ = channel
     starts, ends = when.start[receiver], when.end[receiver]
     places = []
     for message in messages:
         made = when.end[sender][message.produced]
-        at = bisect_left(starts, made) - 1  # the last job that started before
-        if at < 0:
-            at = 0
-        elif ends[at] < made:  # the receiver idles: before the next job
+        at = max(0, bisect_left(starts, made) - 1)  # the last job that started before
+        if ends[at] < made:  # the receiver idles: before the next job
             at += 1
-        places.append(min(at, message.consumed))
-    for index in range(len(places) - 2, -1, -1):
-        places[index] = min(places[index], places[index + 1])
+        places.append(at)
     return places
 
 
