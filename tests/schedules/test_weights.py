@@ -12,8 +12,8 @@ def stage(schedule, number):
 
 
 def placed(weight, fit):
-    """Stage 0 of two ends B0.0 at 4.5 and has the gradient of B1.1, which runs from 4.25 to 5.25, at 5.5: it waits
-    for one unit."""
+    """Stage 0 of two ends B0.0 at 4.5 and has the gradient of B1.1, which runs from 4.25 to 5.25, at 5.5: it
+    waits for one unit."""
     coding = Coding(2, 2)
     f0, f1, b0, b1 = (k * 4 + c * 2 for k in (0, 1) for c in (0, 1))
     orders = [[f0, f0 + 1, b0, b0 + 1], [f1, b1, f1 + 1, b1 + 1]]
