@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -49,7 +49,7 @@ class Lowered:
     jobs: tuple[tuple[LoweredJob, ...], ...]
     start: tuple[tuple[float, ...], ...] = ()
     end: tuple[tuple[float, ...], ...] = ()
-    forward_only: bool = field(default=False)
+    forward_only: bool = False
 
     @property
     def stages(self) -> int:
