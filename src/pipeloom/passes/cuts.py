@@ -68,18 +68,33 @@ def choose_cuts(
         return []
     names = [compat.module_of(n) for n in order]
     if cuts is None:
-        allowed = [i for i in range(1, len(order)) if not is_getitem(order[i])]
+        whole = _inside_state(program, order)
+        allowed = [i for i in range(1, len(order)) if not is_getitem(order[i]) and i not in whole]
         if len(allowed) < chunks - 1:
             raise ProgramError(
-                f"the model has {len(order)} forward ops, which is too few for {chunks} chunks; lower pp_degree or vpp_degree"
+                f"the model has {len(order)} forward ops with {len(allowed)} places to cut, which is too few for {chunks} "
+                "chunks (what reads and updates one buffer stays together); lower pp_degree or vpp_degree"
             )
         return balanced_cuts(program, order, chunks, allowed)
     if isinstance(cuts, str):
-        return balanced_cuts(program, order, chunks, _matches(names, cuts, chunks))
+        whole = _inside_state(program, order)
+        return balanced_cuts(program, order, chunks, _matches(names, cuts, chunks, whole))
     return _named(names, list(cuts), chunks)
 
 
-def _matches(names: list[str], pattern: str, chunks: int) -> list[int]:
+def _inside_state(program: Program, order: list[fx.Node]) -> set[int]:
+    """Positions between the first reader of a buffer and its update: a cut there would send the buffer's next value backwards."""
+    index = {n: i for i, n in enumerate(order)}
+    buffers = {desc.name: node for node, desc in program.inputs.items() if desc.kind == "buffer"}
+    found: set[int] = set()
+    for update, name in program.buffer_updates():
+        touched = [index[n] for n in (update, *buffers[name].users) if n in index]
+        if touched:
+            found.update(range(min(touched) + 1, max(touched) + 1))
+    return found
+
+
+def _matches(names: list[str], pattern: str, chunks: int, whole: set[int]) -> list[int]:
     try:
         regex = re.compile(pattern)
     except re.error as error:
@@ -91,7 +106,7 @@ def _matches(names: list[str], pattern: str, chunks: int) -> list[int]:
             prefix = ".".join(parts[:k])
             if regex.fullmatch(prefix):
                 firsts.setdefault(prefix, i)
-    found = sorted({i for i in firsts.values() if i > 0})
+    found = sorted({i for i in firsts.values() if i > 0 and i not in whole})
     if len(found) < chunks - 1:
         some = ", ".join(list(firsts)[:5]) or "no module that runs an op"
         raise ProgramError(

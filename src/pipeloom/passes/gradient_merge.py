@@ -26,17 +26,18 @@ class GradientMerge(Pass):
     after = ("random_keys", "split_fused_grads")
 
     def apply(self, program: Program) -> None:
-        order = {n: i for i, n in enumerate(program.graph.nodes)}
         parameters = {desc.name: node for node, desc in program.inputs.items() if desc.kind == "param"}
         uses: dict[str, list[fx.Node]] = {}
         rest = []
         for node, desc in program.outputs:
             if desc.kind == "gradient" and desc.name.startswith("param:"):
                 name = desc.name.removeprefix("param:")
+                node = _outer_sum(program, node)
                 uses.setdefault(name, []).extend(operands(node, parameters[name]))
             else:
                 rest.append((node, desc))
         program.outputs = rest
+        order = {n: i for i, n in enumerate(program.graph.nodes)}
         for name, nodes in uses.items():
             for index, node in enumerate(sorted(nodes, key=order.__getitem__)):
                 made = _copied(program, node) if node.op == "placeholder" else node
@@ -60,6 +61,28 @@ def _copied(program: Program, seed: fx.Node) -> fx.Node:
     node.meta = {"val": seed.meta["val"].clone(), ROLE: OpRole.BACKWARD}
     compat.mark_backward(node)
     return node
+
+
+def _outer_sum(program: Program, gradient: fx.Node) -> fx.Node:
+    """A view of a sum (the transpose of a weight that was turned once and used twice) as the sum of views, equal to the bit."""
+    if not compat.is_view(gradient) or len(gradient.all_input_nodes) != 1:
+        return gradient
+    total = gradient.all_input_nodes[0]
+    parts = total.all_input_nodes
+    if total.target is not aten.add.Tensor or total.kwargs or len(parts) != 2 or set(total.users) != {gradient}:
+        return gradient
+    if any(t.shape != total.meta["val"].shape for p in parts for t in compat.fake_values(p)):
+        return gradient
+    views = []
+    for part in parts:
+        with program.graph.inserting_before(gradient):
+            view = program.graph.node_copy(gradient, lambda _, part=part: part)  # type: ignore[misc]
+        view.meta = {**gradient.meta, "val": compat.evaluated(view)}
+        views.append(view)
+    with program.graph.inserting_before(gradient):
+        outer = program.graph.node_copy(total, dict(zip(parts, views, strict=True)).__getitem__)
+    outer.meta = {**total.meta, "val": gradient.meta["val"].clone()}
+    return outer
 
 
 def operands(gradient: fx.Node, parameter: fx.Node) -> list[fx.Node]:

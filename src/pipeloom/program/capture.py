@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import nn
 
 from . import compat
@@ -89,7 +90,7 @@ def capture_leaves(
         with (
             _twins(step, mode, device, training=training),
             compat.annotated_modules(model, names),
-            _untouched(model),
+            _untouched(model, loss_fn),
         ):
             graph, inputs, outputs = compat.export_joint(step, fakes, mode)
     except CaptureError:
@@ -101,18 +102,8 @@ def capture_leaves(
             "The forward must be traceable: no .item(), no branch or shape that depends on the values of a tensor."
         ) from error
     first = _aliases(model)
+    _check_ends(model, form, inputs, outputs)
     named = {n: _renamed(i, first) for n, i in inputs}
-    for node, desc in outputs:
-        if desc.kind.startswith("mutated"):
-            kind = desc.kind.removeprefix("mutated ")
-            what = (
-                f"parameter {desc.name.removeprefix('model.')!r}"
-                if kind == "param"
-                else form.names[int(desc.name)]
-            )
-            raise CaptureError(
-                f"{type(model).__name__} changes {what} in place in its forward ({node}). Work on a clone of it."
-            )
     return Program(
         graph,
         named,
@@ -123,6 +114,37 @@ def capture_leaves(
         output_count=step.output_count,
         output_form=step.output_form,
     )
+
+
+def _check_ends(
+    model: nn.Module,
+    form: BatchForm,
+    inputs: list[tuple[fx.Node, compat.GraphInput]],
+    outputs: list[tuple[fx.Node, compat.GraphOutput]],
+) -> None:
+    """Raises CaptureError for what goes into or comes out of the graph and can't be run in a pipeline."""
+    model_name = type(model).__name__
+    for node, desc in outputs:
+        if desc.kind.startswith("mutated"):
+            is_parameter = desc.kind == "mutated param"
+            what = (
+                f"parameter {desc.name.removeprefix('model.')!r}" if is_parameter else form.names[int(desc.name)]
+            )
+            raise CaptureError(
+                f"{model_name} changes {what} in place in its forward ({node}). Work on a clone of it."
+            )
+        if desc.kind == "gradient" and compat.fake_values(node)[0].layout != torch.strided:
+            name = desc.name.split(":", 1)[1].removeprefix("model.")
+            raise CaptureError(
+                f"the gradient of parameter {name!r} of {model_name} is sparse: gradients are summed in dense buffers. "
+                "Build the embedding with sparse=False."
+            )
+    for _, given in inputs:
+        if given.kind == "update's tangent":
+            raise CaptureError(
+                f"the new value that {model_name} writes into the buffer {given.name.removeprefix('model.')!r} needs a "
+                "gradient. Detach what is written: buffer.copy_(new.detach())."
+            )
 
 
 class _Step(nn.Module):
@@ -159,7 +181,7 @@ class _Step(nn.Module):
             context = torch.autocast(self.device_type, dtype=self.autocast)
         with context:
             output = self.model(*args, **kwargs)
-            result = output if loss_fn is None else loss_fn(output, targets)
+            result = output if loss_fn is None else _called(loss_fn, output, targets)
         lost = [n for n, b in self.model.named_buffers() if b is not buffers.get(n)]
         if lost:
             raise CaptureError(
@@ -185,6 +207,14 @@ class _Step(nn.Module):
         return tuple(found)
 
 
+def _called(loss_fn: LossFunction, output: Any, targets: Any) -> Any:
+    try:
+        return loss_fn(output, targets)
+    except Exception as error:
+        error.add_note("in the loss function")
+        raise
+
+
 def _plain(output: Any) -> Any:
     """dict-like outputs of model libraries, as a dict that flattens everywhere."""
     return dict(output) if isinstance(output, Mapping) else output
@@ -200,7 +230,7 @@ def _loss_and_weight(result: Any, loss_fn: LossFunction | None) -> tuple[torch.T
     ):
         result = result.loss
     if isinstance(result, tuple):
-        if len(result) == 2 and (not isinstance(result[1], torch.Tensor) or result[1].dim() == 0):
+        if len(result) == 2 and _is_number(result[1]):
             result, weight = result
         elif loss_fn is None and result:
             result = result[0]
@@ -225,17 +255,23 @@ def _loss_and_weight(result: Any, loss_fn: LossFunction | None) -> tuple[torch.T
     return _scalar(result), weight.to(torch.float32).clone()
 
 
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+
+
 def _scalar(loss: torch.Tensor) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
 @contextlib.contextmanager
-def _twins(root: nn.Module, mode: Any, device: torch.device, *, training: bool) -> Iterator[None]:
+def _twins(root: _Step, mode: Any, device: torch.device, *, training: bool) -> Iterator[None]:
     """While open, every parameter and buffer under `root` is its fake twin on `device`; tied ones stay tied. Evaluation: no
     parameter needs a gradient and every module is in eval mode. Everything is put back afterwards."""
     twins: dict[int, torch.Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
-    modes = [(m, m.training) for m in root.modules()]
+    (loss_fn,) = root.hidden
+    roots = [root, loss_fn] if isinstance(loss_fn, nn.Module) else [root]
+    modes = [(m, m.training) for r in roots for m in r.modules()]
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in twins:
@@ -247,9 +283,10 @@ def _twins(root: nn.Module, mode: Any, device: torch.device, *, training: bool) 
 
     try:
         if not training:
-            root.eval()
+            for r in roots:
+                r.eval()
         for module in root.modules():
-            for table in (module._parameters, module._buffers):
+            for table in compat.tensor_tables(module):
                 for name, tensor in table.items():
                     if tensor is not None:
                         replaced.append((table, name, tensor))
@@ -263,22 +300,23 @@ def _twins(root: nn.Module, mode: Any, device: torch.device, *, training: bool) 
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _untouched(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]:
     """Refuses a module that keeps a tensor of one forward for the next: a captured program couldn't see it change."""
-    before = kept_state(model)
+    modules = [(name or type(model).__name__, module) for name, module in model.named_modules()]
+    if isinstance(loss_fn, nn.Module):
+        modules += [(f"the loss's {name or type(loss_fn).__name__}", m) for name, m in loss_fn.named_modules()]
+    before = {id(module): kept_state(module) for _, module in modules}
     try:
         yield
     finally:
         changed = []
-        for name, module in model.named_modules():
-            for attribute, value in kept_state(module, deep=False).items():
-                if before.get((id(module), attribute[1])) is not value:
-                    changed.append(f"{name or type(model).__name__}.{attribute[1]}")
-                    old = before.get((id(module), attribute[1]))
-                    if old is None:
-                        del module.__dict__[attribute[1]]
-                    else:
-                        module.__dict__[attribute[1]] = old
+        for name, module in modules:
+            old = before[id(module)]
+            for attribute, value in kept_state(module).items():
+                if old.get(attribute) is not value:
+                    changed.append(f"{name}.{attribute}")
+                    del module.__dict__[attribute]
+            module.__dict__.update(old)
     if changed:
         raise CaptureError(
             f"{changed[0]} is assigned in the forward: a module that keeps a tensor from one micro-batch to the next can't be run in a "

@@ -49,7 +49,8 @@ def check_torch_version() -> None:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A placeholder of the joint graph. kind: "param", "buffer", "input" (name: index of the argument), "tangent"."""
+    """A placeholder of the joint graph. kind: "param", "buffer", "input" (name: index of the argument), "key" (of random draws),
+    "tangent", or "update's tangent" (of a parameter or buffer whose new value needs a gradient, which `capture` refuses)."""
 
     kind: str
     name: str
@@ -86,6 +87,7 @@ def export_joint(
     """
     with (
         contextlib.ExitStack() as stack,
+        torch.backends.mkldnn.flags(enabled=False),  # its fused LSTM keeps a workspace only while grad mode is on
         torch.enable_grad(),  # the caller may be inside a step, which runs without
         fx_traceback.preserve_node_meta(),
         tracing(TracingContext(mode)),
@@ -114,6 +116,8 @@ def _describe_input(desc: d.AOTInput) -> GraphInput:
         return GraphInput("input", str(desc.idx))
     if isinstance(desc, d.TangentAOTInput) and isinstance(desc.output, d.PlainAOTOutput):
         return GraphInput("tangent", str(desc.output.idx))
+    if isinstance(desc, d.TangentAOTInput) and isinstance(desc.output, d.InputMutationAOTOutput):
+        return GraphInput("update's tangent", _describe_input(desc.output.mutated_input).name)
     raise NotImplementedError(
         f"the captured graph has an input that pipeloom can't feed: {desc}. It comes from two inputs of the model that share memory, "
         "from a tensor subclass, or from an op with a hidden state; clone the input, or rewrite that op."
@@ -236,6 +240,26 @@ def checkpoint_region(node: fx.Node) -> int | None:
     return None if region is None else int(region)
 
 
+# ---- modules --------------------------------------------------------------------------------------------------------
+
+_HOOKS = (
+    ("_forward_hooks", "forward hook"),
+    ("_forward_pre_hooks", "forward pre-hook"),
+    ("_backward_hooks", "backward hook"),
+    ("_backward_pre_hooks", "backward pre-hook"),
+)
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """What kinds of hooks a module has."""
+    return [what for attribute, what in _HOOKS if getattr(module, attribute, None)]
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's own parameters and buffers, by name, to be replaced in place (assignment would run the user's __setattr__)."""
+    return module._parameters, module._buffers
+
+
 # ---- nodes --------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +304,15 @@ def fake_values(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     found = value if isinstance(value, (tuple, list)) else [value]
     return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def evaluated(node: fx.Node) -> Any:
+    """The fake value that an op makes of its inputs' fake values."""
+
+    def value(n: fx.Node) -> Any:
+        return n.meta["val"]
+
+    return node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))  # type: ignore[operator]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
