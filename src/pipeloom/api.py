@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,24 +25,25 @@ from .passes.random_keys import key_of, preserved_generators
 from .planner import Planner, digest_of
 from .planning import Plan
 from .program import compat
-from .program.batch import batch_size, flatten_batch, split_batch
+from .program.batch import BatchForm, batch_size, flatten_batch, split_batch
 from .program.capture import LossFunction, split_example
 from .program.subprogram import ProgramSet
 from .runtime import agreement, checkpoint, launch
 from .runtime.calibrate import time_programs
 from .runtime.executor import Executor
-from .runtime.failure import guarded
+from .runtime.failure import FailureWatch
 from .runtime.figures import StageFigures, exchange_figures
 from .runtime.measure import clock_offsets, measured_timeline
 from .runtime.parameters import ParameterStore
 from .runtime.result import StepResult
-from .runtime.stepping import Work
+from .runtime.stepping import Work, finish
 from .runtime.transport import Transport
 from .runtime.update import LossScaler, Updater
 from .schedules.timeline import StepFigures, Timeline
 from .strategy import Strategy
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+T = TypeVar("T")
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 #: executors kept: each is the static plan for one division of a batch into shapes
@@ -72,11 +73,16 @@ def compile(
     A collective call of all ranks of the pipeline. The model's parameters that other ranks own are released. Raises StrategyError,
     CaptureError, ProgramError, PlanError, or ValueError, before anything of a step is sent.
     """
-    where = launch.device_for(device)
-    transport = launch.connect(strategy.pp_degree, mesh, where)
-    pipe = Pipeline(Planner(model, loss_fn, strategy, where), transport, optimizer, scheduler)
     inputs, targets = split_example(example, loss_fn)
-    guarded(transport, "compile", pipe.prepare(inputs, targets))
+    place = launch.join(strategy.pp_degree, device, mesh)
+    pipe = Pipeline(
+        Planner(model, loss_fn, strategy, place.device),
+        place.transport,
+        optimizer,
+        scheduler,
+        watch=place.watch,
+    )
+    pipe.run(pipe.prepare(inputs, targets))
     return pipe
 
 
@@ -120,12 +126,15 @@ class Pipeline:
         transport: Transport,
         optimizer: MakeOptimizer | None = None,
         scheduler: MakeScheduler | None = None,
+        *,
+        watch: FailureWatch | None = None,
         release: bool | None = None,
     ) -> None:
         self.planner = planner
         self.strategy = planner.strategy
         self.model = planner.model
         self.transport = transport
+        self.watch = watch
         self.stage = transport.rank
         self.device = planner.device
         self.plan: Plan
@@ -147,13 +156,11 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any = None, *, update: bool = True) -> StepResult:
         """One training step on a batch (the same on every rank): forward, backward, finalize, and the update unless update=False;
         two such steps without an update add up. Returns at once; `result.loss`, `.grad_norm`, `.weight` and `.skipped` wait when read."""
-        with self.preserved():
-            return guarded(self.transport, "step", self.step_work(inputs, targets, update=update))
+        return self.run(self.step_work(inputs, targets, update=update))
 
     def eval(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> EvalResult:
         """The loss of a batch in evaluation mode, no gradients; the model's outputs where asked for. Any batch size, at any time."""
-        with self.preserved():
-            return guarded(self.transport, "eval", self.eval_work(inputs, targets, outputs=outputs))
+        return self.run(self.eval_work(inputs, targets, outputs=outputs))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """{parameter name: this rank's finalized gradient}, after `step(..., update=False)`. Views: they change with the next step."""
@@ -178,7 +185,7 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """The last step as it happened on all ranks. A collective call."""
-        return guarded(self.transport, "timeline", self.timeline_work())
+        return self.run(self.timeline_work())
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Writes a checkpoint of all ranks: model, optimizer, scheduler, loss scaler and step. A collective call; the folder appears whole
@@ -200,7 +207,12 @@ class Pipeline:
         """Gives the connections back. The process group itself stays the user's."""
         self.transport.close()
 
-    # ---- what they are made of: generators, one step of all ranks
+    # ---- what they are made of: each checks its arguments at once, and returns the generator that does the work
+
+    def run(self, work: Work[T]) -> T:
+        """Runs a generator to its end; when this rank or another fails, every rank stops and names the one that did."""
+        with contextlib.nullcontext() if self.watch is None else self.watch.guard(), self.preserved():
+            return finish(work)
 
     def prepare(self, inputs: Any, targets: Any) -> Work[None]:
         """Captures, places parameters, measures, plans, and checks that all ranks did the same."""
@@ -214,6 +226,13 @@ class Pipeline:
         sizes = strategy.micro_batches(batch_size(leaves, form))
         first = split_batch(leaves, sizes)[0]
         programs = planner.captured(first, form, training=True).programs
+        return self._prepare(leaves, form, sizes, programs)
+
+    def _prepare(
+        self, leaves: list[torch.Tensor], form: BatchForm, sizes: list[int], programs: ProgramSet
+    ) -> Work[None]:
+        strategy, planner, transport = self.strategy, self.planner, self.transport
+        first = split_batch(leaves, sizes)[0]
         yield from agreement.compare(
             transport,
             "program",
@@ -236,7 +255,11 @@ class Pipeline:
     def step_work(self, inputs: Any, targets: Any = None, *, update: bool = True) -> Work[StepResult]:
         leaves, form = flatten_batch(inputs, targets)
         sizes = self.strategy.micro_batches(batch_size(leaves, form))
-        division = self._division(leaves, form, sizes, training=True)
+        return self._step(leaves, sizes, self._division(leaves, form, sizes, training=True), update)
+
+    def _step(
+        self, leaves: list[torch.Tensor], sizes: list[int], division: _Division, update: bool
+    ) -> Work[StepResult]:
         yield from agreement.compare_batches(self.transport, leaves)
         scale = self.updater.scaler.scale if self.updater.scaler is not None else 1.0
         known = [float(n) for n in sizes] if division.sets[0].weight is None else None
@@ -263,7 +286,11 @@ class Pipeline:
     def eval_work(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Work[EvalResult]:
         leaves, form = flatten_batch(inputs, targets)
         sizes = self.strategy.micro_batches(batch_size(leaves, form))
-        division = self._division(leaves, form, sizes, training=False)
+        return self._eval(leaves, sizes, self._division(leaves, form, sizes, training=False), outputs)
+
+    def _eval(
+        self, leaves: list[torch.Tensor], sizes: list[int], division: _Division, outputs: bool
+    ) -> Work[EvalResult]:
         yield from agreement.compare_batches(self.transport, leaves)
         known = [float(n) for n in sizes] if division.sets[0].weight is None else None
         result = yield from division.executor.run(

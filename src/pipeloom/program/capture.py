@@ -40,7 +40,7 @@ def capture(
 
     example: (inputs, targets) with a loss_fn, else inputs; tensors may be real, meta or fake; only their shapes,
     strides and dtypes count. training False: forward only, with the model's outputs, all modules in eval mode.
-    A loss is a 0-dim float tensor; loss_fn may return (sum, weight) instead: see docs/correctness.md.
+    A loss is a 0-dim float tensor; loss_fn may return (sum, weight) instead.
 
     Raises CaptureError (with the module where it happened) for what can't be traced, ValueError for a bad example.
     """
@@ -78,8 +78,8 @@ def capture_leaves(
     check_model(model, training=training)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
-            f"the loss {type(loss_fn).__name__} has parameters of its own: make it part of the model (return the loss from "
-            "the model's forward) and pass loss_fn=None, so that they are trained and saved with it."
+            f"the loss {type(loss_fn).__name__} has parameters of its own: make it part of the model (return "
+            "the loss from the model's forward) and pass loss_fn=None, so that they are trained and saved with it."
         )
     mode = compat.fake_mode()
     device = device or _device_of(model, leaves)
@@ -128,7 +128,9 @@ def _check_ends(
         if desc.kind.startswith("mutated"):
             is_parameter = desc.kind == "mutated param"
             what = (
-                f"parameter {desc.name.removeprefix('model.')!r}" if is_parameter else form.names[int(desc.name)]
+                f"parameter {desc.name.removeprefix('model.')!r}"
+                if is_parameter
+                else form.names[int(desc.name)]
             )
             raise CaptureError(
                 f"{model_name} changes {what} in place in its forward ({node}). Work on a clone of it."
@@ -162,7 +164,8 @@ class _Step(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # hidden from nn.Module: the buffers of a loss (class weights) are constants of the program, no part of the model
+        # hidden from nn.Module: the buffers of a loss (class weights) are constants of the program, no part
+        # of the model
         self.hidden = (loss_fn,)
         self.form = form
         self.train_graph = training
@@ -185,8 +188,8 @@ class _Step(nn.Module):
         lost = [n for n, b in self.model.named_buffers() if b is not buffers.get(n)]
         if lost:
             raise CaptureError(
-                f"the forward of {type(self.model).__name__} assigns a new tensor to the buffer {lost[0]!r}: its update would be lost "
-                "silently. Write into it in place (buffer.copy_(new))."
+                f"the forward of {type(self.model).__name__} assigns a new tensor to the buffer {lost[0]!r}: "
+                "its update would be lost silently. Write into it in place (buffer.copy_(new))."
             )
         loss, weight = _loss_and_weight(result, loss_fn=loss_fn)
         self.has_weight = weight is not None
@@ -201,8 +204,8 @@ class _Step(nn.Module):
             found = [t.detach() for t in found]
         elif not loss.requires_grad:
             raise CaptureError(
-                f"the loss of {type(self.model).__name__} needs no gradient: no parameter that requires one takes part in it. "
-                "Unfreeze a parameter, or use eval."
+                f"the loss of {type(self.model).__name__} needs no gradient: no parameter that requires one "
+                "takes part in it. Unfreeze a parameter, or use eval."
             )
         return tuple(found)
 
@@ -236,13 +239,14 @@ def _loss_and_weight(result: Any, loss_fn: LossFunction | None) -> tuple[torch.T
             result = result[0]
     if not isinstance(result, torch.Tensor):
         raise CaptureError(
-            f"{source} returned {type(result).__name__}, no loss. Return a 0-dim tensor, a pair (sum, weight), or an output with a "
+            f"{source} returned {type(result).__name__}, no loss. Return a 0-dim tensor, a pair (sum, weight), "
+            "or an output with a "
             "`loss`" + ("; or pass loss_fn." if loss_fn is None else ".")
         )
     if result.numel() != 1 or not result.is_floating_point():
         raise CaptureError(
-            f"{source} returned a tensor of shape {tuple(result.shape)} and dtype {result.dtype}, where a loss is one floating-point "
-            "number. Reduce it: loss.mean(), or return (loss.sum(), number of items)."
+            f"{source} returned a tensor of shape {tuple(result.shape)} and dtype {result.dtype}, where a loss "
+            "is one floating-point number. Reduce it: loss.mean(), or return (loss.sum(), number of items)."
         )
     if weight is None:
         return _scalar(result), None
@@ -265,8 +269,9 @@ def _scalar(loss: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _twins(root: _Step, mode: Any, device: torch.device, *, training: bool) -> Iterator[None]:
-    """While open, every parameter and buffer under `root` is its fake twin on `device`; tied ones stay tied. Evaluation: no
-    parameter needs a gradient and every module is in eval mode. Everything is put back afterwards."""
+    """While open, every parameter and buffer under `root` is its fake twin on `device`; tied ones stay tied.
+    Evaluation: no parameter needs a gradient and every module is in eval mode. Everything is put back
+    afterwards."""
     twins: dict[int, torch.Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     (loss_fn,) = root.hidden
@@ -304,7 +309,9 @@ def _untouched(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]
     """Refuses a module that keeps a tensor of one forward for the next: a captured program couldn't see it change."""
     modules = [(name or type(model).__name__, module) for name, module in model.named_modules()]
     if isinstance(loss_fn, nn.Module):
-        modules += [(f"the loss's {name or type(loss_fn).__name__}", m) for name, m in loss_fn.named_modules()]
+        modules += [
+            (f"the loss's {name or type(loss_fn).__name__}", m) for name, m in loss_fn.named_modules()
+        ]
     before = {id(module): kept_state(module) for _, module in modules}
     try:
         yield
@@ -319,8 +326,8 @@ def _untouched(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]
             module.__dict__.update(old)
     if changed:
         raise CaptureError(
-            f"{changed[0]} is assigned in the forward: a module that keeps a tensor from one micro-batch to the next can't be run in a "
-            "pipeline. Return the value, or register a buffer and write into it in place."
+            f"{changed[0]} is assigned in the forward: a module that keeps a tensor from one micro-batch to "
+            "the next can't be run in a pipeline. Return the value, or register a buffer and write into it in place."
         )
 
 
