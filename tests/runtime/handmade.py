@@ -229,9 +229,10 @@ def lowered(placement, program_sets, split=False, train=True) -> list[list[Lower
         way = "F" if kind == "F" else "B"
         here = placement[c]
         if kind != "W":
-            for d, s, t in edges:
-                if d == way and t == c and placement[s] != here:
-                    lists[here] += [Transfer(a, d, s, t, m, placement[s]) for a in ("post", "recv")]
+            sources = [s for d, s, t in edges if d == way and t == c and placement[s] != here]
+            lists[here] += [
+                Transfer(a, way, s, c, m, placement[s]) for a in ("post", "recv") for s in sources
+            ]
         lists[here].append(Job(kind, c, m))
         if kind != "W":
             for d, s, t in edges:
@@ -239,12 +240,12 @@ def lowered(placement, program_sets, split=False, train=True) -> list[list[Lower
                     lists[here].append(Transfer("send", d, s, t, m, placement[t]))
 
     count = len(program_sets)
-    for c in range(chunks):
-        for m in range(count):
+    for m in range(count):
+        for c in range(chunks):
             place("F", c, m)
     if train:
-        for c in reversed(range(chunks)):
-            for m in range(count):
+        for m in range(count):
+            for c in reversed(range(chunks)):
                 for kind in "BW" if split else "X":
                     place(kind, c, m)
         for jobs in lists:

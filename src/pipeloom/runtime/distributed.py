@@ -30,12 +30,12 @@ DEFAULT_TIMEOUT = 300.0
 
 
 class _DistributedReceive:
-    def __init__(self, owner: DistributedTransport, peer: int, what: str, buffer: Tensor, work: dist.Work):
+    def __init__(self, owner: DistributedTransport, peer: int, what: str, buffer: Tensor, number: int):
         self._owner = owner
         self._peer = peer
         self._what = what
         self._buffer = buffer
-        self._work: dist.Work | None = work
+        self._number: int | None = number
 
     @property
     def peer(self) -> int:
@@ -45,9 +45,9 @@ class _DistributedReceive:
         return True
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            self._owner.wait(self._work, self._peer, self._what)
-            self._work = None
+        if self._number is not None:
+            self._owner.wait(self._number, self._peer, self._what)
+            self._number = None
         return self._buffer
 
     def __str__(self) -> str:
@@ -57,9 +57,11 @@ class _DistributedReceive:
 class DistributedTransport:
     """One rank's end over a process group that holds exactly the ranks of this pipeline, in stage order.
 
-    device: where received tensors lie. timeout: seconds a single wait may take. pair_groups: one group for
-    each (sender, receiver, channel), needed where the backend has no tags; creating them is a collective call
-    of all ranks of the default group.
+    The transport owns the group, and nobody else may hold it: only when the last reference is gone are its
+    sockets closed, and `abort` relies on that (Gloo's own abort closes nothing, and wakes nobody). device:
+    where received tensors lie. timeout: seconds a single wait may take. pair_groups: one group for each
+    (sender, receiver, channel), needed where the backend has no tags; creating them is a collective call of
+    all ranks of the default group.
     """
 
     shares_clock = False
@@ -73,73 +75,99 @@ class DistributedTransport:
     ):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._device = torch.device(device)
         self._timeout = timeout
-        self._sends: list[tuple[dist.Work, Tensor, int, str]] = []
+        #: everything under way, by number: kept here alone, because a Work keeps its group's sockets open
+        self._works: dict[int, dist.Work] = {}
+        self._started = 0
+        self._sends: list[tuple[int, Tensor, int, str]] = []
         self._pairs: dict[tuple[int, int, Channel], dist.ProcessGroup] = {}
         if pair_groups if pair_groups is not None else dist.get_backend(group) == "nccl":
-            self._make_pairs()
+            self._make_pairs(dist.get_process_group_ranks(group))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return self._group
 
     def post(
         self, peer: int, channel: Channel, tag: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Receive:
         what = f"receive on channel {channel}, tag {tag}"
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        group, source = self._way(peer, self.rank, channel, peer)
+        group, source = self._way(peer, self.rank, channel, peer, what)
         try:
-            work = dist.irecv(buffer, group=group, group_src=source, tag=tag)
+            number = self._start(dist.irecv(buffer, group=group, group_src=source, tag=tag))
         except RuntimeError as error:
             raise TransferError(self.rank, peer, what, describe(error)) from error
-        assert work is not None
-        return _DistributedReceive(self, peer, what, buffer, work)
+        return _DistributedReceive(self, peer, what, buffer, number)
 
     def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> None:
         what = f"send on channel {channel}, tag {tag}"
-        group, target = self._way(self.rank, peer, channel, peer)
+        group, target = self._way(self.rank, peer, channel, peer, what)
         try:
-            work = dist.isend(tensor, group=group, group_dst=target, tag=tag)
+            number = self._start(dist.isend(tensor, group=group, group_dst=target, tag=tag))
         except RuntimeError as error:
             raise TransferError(self.rank, peer, what, describe(error)) from error
-        assert work is not None
-        self._sends.append((work, tensor, peer, what))
+        self._sends.append((number, tensor, peer, what))
 
     def flush(self) -> None:
         sends, self._sends = self._sends, []
-        for work, _, peer, what in sends:
-            self.wait(work, peer, what)
+        for number, _, peer, what in sends:
+            self.wait(number, peer, what)
 
-    def wait(self, work: dist.Work, peer: int, what: str) -> None:
+    def wait(self, number: int, peer: int, what: str) -> None:
+        """Wait for one transfer of this rank. Raises TransferError."""
+        work = self._works.pop(number, None)
+        if work is None:
+            raise TransferError(self.rank, peer, what, "the connections were closed")
         began = monotonic()
         try:
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             late = monotonic() - began >= 0.9 * self._timeout
-            reason = f"nothing came for {self._timeout:g} s (the time-out)" if late else describe(error)
+            reason = f"nothing moved for {self._timeout:g} s (the time-out)" if late else describe(error)
             raise TransferError(self.rank, peer, what, reason, timed_out=late) from error
+        finally:
+            del work  # or a traceback would keep the sockets open
 
     def abort(self) -> None:
         self._sends.clear()
-        for group in (self._group, *self._pairs.values()):
-            with contextlib.suppress(RuntimeError):  # already closed
-                group.abort()
+        self._works.clear()
+        groups = [self._group, *self._pairs.values()]
+        self._group = None
+        self._pairs.clear()
+        while groups:
+            group = groups.pop()
+            if group is not None:
+                with contextlib.suppress(RuntimeError, ValueError):  # already destroyed
+                    dist.destroy_process_group(group)
+            del group
 
     def close(self) -> None:
-        """Finish what is under way. The groups belong to their maker, but the pair groups are ours."""
-        self.flush()
-        for group in self._pairs.values():
-            dist.destroy_process_group(group)
-        self._pairs.clear()
+        """Finish what is under way, then give up the groups."""
+        if self._group is not None:
+            self.flush()
+            self.abort()
 
-    def _way(self, sender: int, receiver: int, channel: Channel, peer: int) -> tuple[dist.ProcessGroup, int]:
+    def _start(self, work: dist.Work | None) -> int:
+        assert work is not None
+        self._started += 1
+        self._works[self._started] = work
+        return self._started
+
+    def _way(
+        self, sender: int, receiver: int, channel: Channel, peer: int, what: str
+    ) -> tuple[dist.ProcessGroup, int]:
         """The group that carries a message, and the peer's number in it."""
+        if self._group is None:
+            raise TransferError(self.rank, peer, what, "the connections were closed")
         pair = self._pairs.get((sender, receiver, channel))
         if pair is None:
             return self._group, peer
         return pair, int(peer > self.rank)
 
-    def _make_pairs(self) -> None:
-        ranks = dist.get_process_group_ranks(self._group)
+    def _make_pairs(self, ranks: Sequence[int]) -> None:
         for sender in range(self.size):
             for receiver in range(self.size):
                 if sender == receiver:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .errors import TransferError
@@ -54,6 +55,11 @@ class Transport(Protocol):
     @property
     def shares_clock(self) -> bool:
         """Whether all ranks read one clock (they live in one process)."""
+        ...
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of this pipeline's ranks, for collectives of torch's own; None in one process. Don't keep it."""
         ...
 
     def post(
@@ -129,6 +135,7 @@ class MemoryTransport:
     """Ranks of one process. Messages are copied when they are sent, as a wire would."""
 
     shares_clock = True
+    process_group = None
 
     def __init__(self, rank: int, size: int, mail: _Mail):
         self.rank = rank
