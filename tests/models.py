@@ -64,7 +64,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings, decoder layers, a norm and a head. `checkpointing`: None, or use_reentrant of each layer's checkpoint."""
+    """Embeddings, decoder layers, a norm and a head. `checkpointing`: None, or use_reentrant of each layer's
+    checkpoint."""
 
     def __init__(
         self,
@@ -324,8 +325,8 @@ class NoWeights(nn.Module):
 
 
 class Gains(nn.Module):
-    """A 0-dim parameter that enters the loss as it is, so that its gradient is the seed of the backward itself; and an offset
-    that has the same gradient as a bias."""
+    """A 0-dim parameter that enters the loss as it is, so that its gradient is the seed of the backward itself;
+    and an offset that has the same gradient as a bias."""
 
     def __init__(self) -> None:
         super().__init__()

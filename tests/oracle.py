@@ -73,7 +73,8 @@ class Reference:
 
 
 def eager(case: Any, key: Tensor) -> Reference:
-    """A step of eager PyTorch on a `models.Case` with the draws of `key`; the model's buffers move, its `.grad` is cleared."""
+    """A step of eager PyTorch on a `models.Case` with the draws of `key`; the model's buffers move, its `.grad`
+    is cleared."""
     model = case.model
     if hasattr(model, "checkpointing"):
         # the recomputation of a checkpoint draws again, outside of the mode that keys draws
@@ -92,7 +93,8 @@ def eager(case: Any, key: Tensor) -> Reference:
 
 @dataclass
 class Outcome:
-    """What sub-programs made of one micro-batch. scopes[chunk]: the values that were in the chunk's scope at the end."""
+    """What sub-programs made of one micro-batch. scopes[chunk]: the values that were in the chunk's scope at
+    the end."""
 
     loss: Tensor
     weight: Tensor | None
@@ -126,8 +128,9 @@ def run_programs(
 ) -> Outcome:
     """Runs one micro-batch through all programs by hand, each chunk with a scope of its own.
 
-    A value reaches another chunk only in a message, packed and unpacked as on the wire. order: (kind, chunk), by default
-    F up and then B and W (or X) down. accumulators: to add to; buffers: versions to read (both by default fresh).
+    A value reaches another chunk only in a message, packed and unpacked as on the wire. order: (kind, chunk),
+    by default F up and then B and W (or X) down. accumulators: to add to; buffers: versions to read (both by
+    default fresh).
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     current = {**dict(model.named_buffers(remove_duplicate=False)), **(buffers or {})}

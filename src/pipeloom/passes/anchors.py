@@ -1,8 +1,9 @@
 """Anchors: cutting a second capture of a model (another shape, or evaluation) where the first was cut.
 
-Parameters lie on ranks by then, so the cuts must fall between the same parameters. Where the forward is the same list of ops the
-positions carry over; where it isn't (evaluation has no dropout), each cut goes between the last op that reads a parameter
-of an earlier chunk and the first that reads one of a later chunk, where the fewest bytes cross.
+Parameters lie on ranks by then, so the cuts must fall between the same parameters. Where the forward is the
+same list of ops the positions carry over; where it isn't (evaluation has no dropout), each cut goes between the
+last op that reads a parameter of an earlier chunk and the first that reads one of a later chunk, where the
+fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .cuts import crossing_bytes
 
 @dataclass(frozen=True)
 class CutPoints:
-    """Where a program was cut. ops: targets of its forward ops; positions: see `cuts.choose_cuts`; homes: parameter -> the
-    chunks that read it."""
+    """Where a program was cut. ops: targets of its forward ops; positions: see `cuts.choose_cuts`; homes:
+    parameter -> the chunks that read it."""
 
     ops: tuple[str, ...]
     positions: tuple[int, ...]
@@ -55,8 +56,8 @@ def parameters_of(program: Program, node: fx.Node, placed: set[fx.Node]) -> set[
 
 
 def anchored_cuts(program: Program, order: list[fx.Node], like: CutPoints) -> list[int]:
-    """Positions in `order` that cut this program where `like` says. Raises ProgramError where the parameters run in another
-    order than they did."""
+    """Positions in `order` that cut this program where `like` says. Raises ProgramError where the parameters
+    run in another order than they did."""
     if tuple(target_name(n) for n in order) == like.ops:
         return list(like.positions)
     placed = set(order)
@@ -69,15 +70,16 @@ def anchored_cuts(program: Program, order: list[fx.Node], like: CutPoints) -> li
             for c in like.homes[name]
         }
         home.append(min(chunks) if chunks else None)
-    bytes_at = crossing_bytes(program, order)
+    bytes_at = crossing_bytes(order)
     positions: list[int] = []
     for k in range(1, len(like.positions) + 1):
         low = max([i + 1 for i, h in enumerate(home) if h is not None and h < k] + positions[-1:] + [0])
         high = min([i for i, h in enumerate(home) if h is not None and h >= k], default=len(order))
         if low > high:
             raise ProgramError(
-                f"this capture runs the parameters of chunk {k} before those of the chunk ahead of it: the model runs its modules in another "
-                "order than in the example that it was compiled with. Compile it again with such an example."
+                f"this capture runs the parameters of chunk {k} before those of the chunk ahead of it: the "
+                "model runs its modules in another order than in the example that it was compiled with. "
+                "Compile it again with such an example."
             )
         allowed = [
             p for p in range(low, high + 1) if p == len(order) or p == 0 or not is_getitem(order[p])

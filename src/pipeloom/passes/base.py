@@ -70,9 +70,10 @@ def build_pass(name: str, **options: Any) -> Pass:
         close = difflib.get_close_matches(name, _REGISTRY, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"there is no pass {name!r}{hint} Known: {', '.join(registered_passes())}. Register your own with @register_pass."
+            f"there is no pass {name!r}{hint} Known: {', '.join(registered_passes())}. Register your own with "
+            "@register_pass."
         )
-    known = [p for p in inspect.signature(cls).parameters]
+    known = list(inspect.signature(cls).parameters)
     for option in options:
         if option not in known:
             allowed = ", ".join(known) or "it has none"

@@ -1,7 +1,7 @@
 """What an op costs, read off the graph: floating point operations and bytes moved.
 
-Seconds come from a roofline over the two (see `pipeloom.planning.costs`). Good enough to balance cuts before anything has run; the
-plan's prediction uses measured times where the strategy asks for them.
+Seconds come from a roofline over the two (see `pipeloom.planning.costs`). Good enough to balance cuts before
+anything has run; the plan's prediction uses measured times where the strategy asks for them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ _CASTS = frozenset({torch.ops.aten._to_copy.default})
 
 
 def replicated(program: Program) -> set[fx.Node]:
-    """Ops that belong to no chunk, since each chunk that needs one recomputes it: values made from the batch, constants and
-    buffers that don't change (masks, rotary tables), and views and casts of a parameter."""
+    """Ops that belong to no chunk, since each chunk that needs one recomputes it: values made from the batch,
+    constants and buffers that don't change (masks, rotary tables), and views and casts of a parameter."""
     updated = {name for _, name in program.buffer_updates()}
     cheap: set[fx.Node] = set()
     weights: set[fx.Node] = set()
@@ -57,13 +57,15 @@ def choose_cuts(
     """chunks − 1 ascending positions: chunk k holds ops [cut k−1, cut k) of `forward_order`.
 
     cuts: None (anywhere, balanced by cost), a regex that matches whole module names (balanced among the places where a
-    match begins), or a list of chunks − 1 module names at which a new chunk begins. Raises ProgramError when there aren't enough.
+    match begins), or a list of chunks − 1 module names at which a new chunk begins. Raises ProgramError when
+    there aren't enough.
     """
     order = forward_order(program, free)
     if chunks == 1:
         if cuts and not isinstance(cuts, str):
             raise ProgramError(
-                f"cuts names {len(cuts)} module(s), but there is one chunk: nothing is cut (raise pp_degree or vpp_degree)"
+                f"cuts names {len(cuts)} module(s), but there is one chunk: nothing is cut (raise pp_degree or "
+                "vpp_degree)"
             )
         return []
     names = [compat.module_of(n) for n in order]
@@ -72,8 +74,8 @@ def choose_cuts(
         allowed = [i for i in range(1, len(order)) if not is_getitem(order[i]) and i not in whole]
         if len(allowed) < chunks - 1:
             raise ProgramError(
-                f"the model has {len(order)} forward ops with {len(allowed)} places to cut, which is too few for {chunks} "
-                "chunks (what reads and updates one buffer stays together); lower pp_degree or vpp_degree"
+                f"the model has {len(order)} forward ops with {len(allowed)} places to cut, which is too few "
+                f"for {chunks} chunks (what reads and updates one buffer stays together); lower pp_degree or vpp_degree"
             )
         return balanced_cuts(program, order, chunks, allowed)
     if isinstance(cuts, str):
@@ -83,7 +85,8 @@ def choose_cuts(
 
 
 def _inside_state(program: Program, order: list[fx.Node]) -> set[int]:
-    """Positions between the first reader of a buffer and its update: a cut there would send the buffer's next value backwards."""
+    """Positions between the first reader of a buffer and its update: a cut there would send the buffer's next
+    value backwards."""
     index = {n: i for i, n in enumerate(order)}
     buffers = {desc.name: node for node, desc in program.inputs.items() if desc.kind == "buffer"}
     found: set[int] = set()
@@ -110,8 +113,8 @@ def _matches(names: list[str], pattern: str, chunks: int, whole: set[int]) -> li
     if len(found) < chunks - 1:
         some = ", ".join(list(firsts)[:5]) or "no module that runs an op"
         raise ProgramError(
-            f"cuts={pattern!r} gives {len(found)} places to cut ({some}), but {chunks} chunks need {chunks - 1}; loosen the expression "
-            "or lower pp_degree or vpp_degree"
+            f"cuts={pattern!r} gives {len(found)} places to cut ({some}), but {chunks} chunks need "
+            f"{chunks - 1}; loosen the expression or lower pp_degree or vpp_degree"
         )
     return found
 
@@ -119,7 +122,8 @@ def _matches(names: list[str], pattern: str, chunks: int, whole: set[int]) -> li
 def _named(names: list[str], cuts: list[str], chunks: int) -> list[int]:
     if len(cuts) != chunks - 1:
         raise ProgramError(
-            f"cuts names {len(cuts)} module(s), but {chunks} chunks need {chunks - 1} (one where each later chunk begins)"
+            f"cuts names {len(cuts)} module(s), but {chunks} chunks need {chunks - 1} (one where each later "
+            "chunk begins)"
         )
     positions: list[int] = []
     for cut in cuts:
@@ -131,13 +135,14 @@ def _named(names: list[str], cuts: list[str], chunks: int) -> list[int]:
             )
         if at == 0 or (positions and at <= positions[-1]):
             raise ProgramError(
-                f"the cut at {cut!r} leaves the chunk before it empty: name modules in the order in which they first run"
+                f"the cut at {cut!r} leaves the chunk before it empty: name modules in the order in which they "
+                "first run"
             )
         positions.append(at)
     return positions
 
 
-def crossing_bytes(program: Program, order: list[fx.Node]) -> list[int]:
+def crossing_bytes(order: list[fx.Node]) -> list[int]:
     """bytes[i]: what forward ops before position i make and forward ops from i on read."""
     index = {n: i for i, n in enumerate(order)}
     change = [0] * (len(order) + 2)
@@ -174,7 +179,7 @@ def position_costs(program: Program, order: list[fx.Node]) -> list[float]:
 def balanced_cuts(program: Program, order: list[fx.Node], chunks: int, allowed: list[int]) -> list[int]:
     """The chunks − 1 of the allowed positions that make the dearest chunk (its ops, and what it sends) cheapest; among
     those within two per cent of the best, the ones over which the fewest bytes cross."""
-    bytes_at = crossing_bytes(program, order)
+    bytes_at = crossing_bytes(order)
     costs = position_costs(program, order)
     prefix = [0.0]
     for c in costs:
@@ -214,8 +219,8 @@ def balanced_cuts(program: Program, order: list[fx.Node], chunks: int, allowed: 
 def _thinned(
     allowed: list[int], bytes_at: list[int], prefix: list[float], chunks: int, most: int = 160
 ) -> list[int]:
-    """At most `most` positions (or twice the chunks): those where little crosses, spread over the model's cost, so that the
-    dynamic programming stays small on models of thousands of ops."""
+    """At most `most` positions (or twice the chunks): those where little crosses, spread over the model's cost,
+    so that the dynamic programming stays small on models of thousands of ops."""
     most = max(most, 2 * chunks)
     if len(allowed) <= most:
         return allowed

@@ -97,12 +97,7 @@ def _merges(
             continue
         if node.target is aten.mm.default:
             merged[node] = ("mm", accumulator, transposed)
-        elif (
-            node.target is aten.embedding_dense_backward.default
-            and not chain
-            and node.args[3] < 0
-            and not node.args[4]
-        ):  # type: ignore[operator]
+        elif node.target is aten.embedding_dense_backward.default and not chain and _every_row_counts(node):
             merged[node] = ("embedding", accumulator, False)
         else:
             continue
@@ -110,10 +105,16 @@ def _merges(
     return merged
 
 
+def _every_row_counts(node: fx.Node) -> bool:
+    """Whether an embedding's gradient is the plain sum of its rows: no padding row, no scaling by frequency."""
+    _, _, _, padding, by_frequency = node.args
+    return isinstance(padding, int) and padding < 0 and not by_frequency
+
+
 def _transposes(node: fx.Node) -> bool:
     return node.target is aten.t.default or (
-        node.target is aten.permute.default and list(node.args[1]) == [1, 0]
-    )  # type: ignore[arg-type]
+        node.target is aten.permute.default and node.args[1] in ([1, 0], (1, 0))
+    )
 
 
 def _merge(graph: fx.Graph, node: fx.Node, how: _Merge, copies: dict[fx.Node, fx.Node]) -> None:

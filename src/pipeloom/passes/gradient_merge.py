@@ -1,9 +1,11 @@
-"""gradient_merge: gives every use of a parameter a slot of its own, in which its gradient is summed over the micro-batches.
+"""gradient_merge: gives every use of a parameter a slot of its own, in which its gradient is summed over the
+micro-batches.
 
-A parameter that is used twice (a shared module, tied weights) arrives with one gradient, the sum of its uses. That sum would be
-made in one chunk, and a weight-sized tensor would cross the cut with every micro-batch. So the final additions are undone:
-each operand becomes a slot, and the slots are summed once, after the last micro-batch, in the order of the captured
-program whatever the cuts. That order makes the result the same to the bit for every number of stages and chunks.
+A parameter that is used twice (a shared module, tied weights) arrives with one gradient, the sum of its uses.
+That sum would be made in one chunk, and a weight-sized tensor would cross the cut with every micro-batch. So
+the final additions are undone: each operand becomes a slot, and the slots are summed once, after the last
+micro-batch, in the order of the captured program whatever the cuts. That order makes the result the same to the
+bit for every number of stages and chunks.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class GradientMerge(Pass):
 
 
 def _copied(program: Program, seed: fx.Node) -> fx.Node:
-    """An op that makes a gradient which is the seed of the backward itself (a 0-dim parameter that is a term of the loss), so that
-    it can belong to a chunk."""
+    """An op that makes a gradient which is the seed of the backward itself (a 0-dim parameter that is a term of
+    the loss), so that it can belong to a chunk."""
     last = next(n for n in reversed(program.graph.nodes) if n.op == "placeholder")
     with program.graph.inserting_after(last):
         node = program.graph.call_function(aten.clone.default, (seed,))
@@ -64,12 +66,18 @@ def _copied(program: Program, seed: fx.Node) -> fx.Node:
 
 
 def _outer_sum(program: Program, gradient: fx.Node) -> fx.Node:
-    """A view of a sum (the transpose of a weight that was turned once and used twice) as the sum of views, equal to the bit."""
+    """A view of a sum (the transpose of a weight that was turned once and used twice) as the sum of views,
+    equal to the bit."""
     if not compat.is_view(gradient) or len(gradient.all_input_nodes) != 1:
         return gradient
     total = gradient.all_input_nodes[0]
     parts = total.all_input_nodes
-    if total.target is not aten.add.Tensor or total.kwargs or len(parts) != 2 or set(total.users) != {gradient}:
+    if (
+        total.target is not aten.add.Tensor
+        or total.kwargs
+        or len(parts) != 2
+        or set(total.users) != {gradient}
+    ):
         return gradient
     if any(t.shape != total.meta["val"].shape for p in parts for t in compat.fake_values(p)):
         return gradient

@@ -1,7 +1,8 @@
 """What is kept between B and W: moves ops of W into B where that makes it smaller.
 
-A layer norm's weight gradient needs two activation-sized tensors and makes a vector: done in B, the vector is all that waits for W. Which
-ops to move is a minimum cut: ops that compute a lot (matrix products, convolutions) stay in W, which is there to fill bubbles.
+A layer norm's weight gradient needs two activation-sized tensors and makes a vector: done in B, the vector is
+all that waits for W. Which ops to move is a minimum cut: ops that compute a lot (matrix products, convolutions)
+stay in W, which is there to fill bubbles.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def cheapest_boundary(
 ) -> set[fx.Node]:
     """The ops of B: `first` (what input gradients need) and those of the rest that are better done with them.
 
-    The cut's capacity is the bytes of each storage that W would read; parameters and the batch are there anyway and cost nothing.
+    The cut's capacity is the bytes of each storage that W would read; parameters and the batch are there anyway
+    and cost nothing.
     """
     rest = backward - first
     if not rest:

@@ -6,8 +6,8 @@ Forward ops are labelled by the cuts, and never below their inputs. The rest is 
     accumulation      the smaller of its operands' labels: the label that it inherits is stale (gradients of skips)
     getitem, view     its producer's label
 
-Ops that each chunk recomputes for itself (see `cuts.replicated`) have no label. Followed: the op_role and chunk_id inference of
-PaddlePaddle's static pipeline passes; every label is checked.
+Ops that each chunk recomputes for itself (see `cuts.replicated`) have no label. Followed: the op_role and
+chunk_id inference of PaddlePaddle's static pipeline passes; every label is checked.
 """
 
 from __future__ import annotations
@@ -122,6 +122,6 @@ class LabelChunks(Pass):
                 )
                 if wrong:
                     raise ProgramError(
-                        f"{where(node)} is labelled chunk {chunk}, but reads {source.name} of chunk {other}, which flows the other way. "
-                        "Cut the model elsewhere (cuts=…), and please report the model."
+                        f"{where(node)} is labelled chunk {chunk}, but reads {source.name} of chunk {other}, "
+                        "which flows the other way. Cut the model elsewhere (cuts=…), and please report the model."
                     )

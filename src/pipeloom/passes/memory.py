@@ -1,7 +1,7 @@
 """Bytes: what a value holds, and what a sub-program needs at its worst moment.
 
-Fake tensors keep aliasing: values that share memory share a storage, which is counted once. Exact on the CPU to the allocator's
-rounding (design notes: estimated 63.09 MB, measured 63.09).
+Fake tensors keep aliasing: values that share memory share a storage, which is counted once. Exact on the CPU to
+the allocator's rounding (design notes: estimated 63.09 MB, measured 63.09).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """random_keys: every random draw becomes a pure function of (seed, step, micro-batch, place in the program).
 
 A dropout mask must not depend on how the model is cut, on the order of jobs, or on recomputation. So each op that draws
-random numbers is replaced by a keyed twin, `twin(key, index, …)`, which seeds the default generator from the two and calls the op.
-It is an ordinary dataflow node: splitting, dead-code removal and recomputation need nothing special. `index` counts
-the draws of the whole captured program.
+random numbers is replaced by a keyed twin, `twin(key, index, …)`, which seeds the default generator from the
+two and calls the op. It is an ordinary dataflow node: splitting, dead-code removal and recomputation need
+nothing special. `index` counts the draws of the whole captured program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..program.ir import Program, ProgramError, where
 from .base import Pass, register_pass
 
 _MASK = (1 << 64) - 1
-_LIBRARY = torch.library.Library("pipeloom", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("pipeloom", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TWINS: dict[Any, Any] = {}
 
 
@@ -37,7 +37,8 @@ def mix(*numbers: int) -> int:
 
 
 def key_of(seed: int, step: int, micro_batch: int) -> torch.Tensor:
-    """The key of one micro-batch's draws: 0-dim int64, on the CPU. micro_batch counts over all data-parallel replicas."""
+    """The key of one micro-batch's draws: 0-dim int64, on the CPU. micro_batch counts over all data-parallel
+    replicas."""
     return torch.tensor(mix(seed, step, micro_batch) >> 1)  # 63 bits: fits a signed integer
 
 
@@ -77,7 +78,7 @@ def draws(node: fx.Node) -> bool:
                 if position < len(node.args)
                 else node.kwargs.get(argument.name, argument.default_value)
             )
-            return given != 0
+            return bool(given != 0)
     return True
 
 
@@ -85,8 +86,8 @@ def twin_of(op: Any) -> Any:
     """The keyed twin of an op: `twin(Tensor key, int index, *the op's own arguments)`."""
     if op in _TWINS:
         return _TWINS[op]
-    name = op.name().split("::")[1].replace(".", "_")
-    signature = str(op._schema)
+    name = op.name().removeprefix("aten::").replace("::", "_").replace(".", "_")
+    signature = compat.signature_of(op)
     rest = signature[signature.index("(") + 1 :]
     separator = "" if rest.startswith(")") else ", "
     _LIBRARY.define(f"{name}(Tensor key, int index{separator}{rest}")
@@ -122,8 +123,8 @@ class RandomKeys(Pass):
         for node in found:
             if node.kwargs.get("generator") is not None:
                 raise ProgramError(
-                    f"{where(node)} draws from a generator of its own, which can't be keyed by micro-batch. Drop generator=: every draw "
-                    "is keyed by (seed, step, micro-batch) already."
+                    f"{where(node)} draws from a generator of its own, which can't be keyed by micro-batch. "
+                    "Drop generator=: every draw is keyed by (seed, step, micro-batch) already."
                 )
             if compat.mutates(node):
                 raise ProgramError(

@@ -1,8 +1,9 @@
 """recompute: honours `torch.utils.checkpoint` of the user's model.
 
-Inside a checkpoint region the backward must not read values of the forward: it reads clones that are computed again from the
-region's inputs, just before their first use, in the chunk and at the place of the original. Values that leave the region, or the
-chunk, are kept. Draws are keyed, so a recomputed mask is the same mask; mutation outputs are not recomputed.
+Inside a checkpoint region the backward must not read values of the forward: it reads clones that are computed
+again from the region's inputs, just before their first use, in the chunk and at the place of the original.
+Values that leave the region, or the chunk, are kept. Draws are keyed, so a recomputed mask is the same mask;
+mutation outputs are not recomputed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """split_fused_grads: an op that computes input and weight gradients at once becomes two ops.
 
-`convolution_backward`, `native_layer_norm_backward`, `native_group_norm_backward`, `native_batch_norm_backward` and every other op with an
-`output_mask` return both; left whole, the weight gradient would have to be made in backward_b. Run only where the schedule
-splits B from W: one fused op is cheaper than two.
+`convolution_backward`, `native_layer_norm_backward`, `native_group_norm_backward`, `native_batch_norm_backward`
+and every other op with an `output_mask` return both; left whole, the weight gradient would have to be made in
+backward_b. Run only where the schedule splits B from W: one fused op is cheaper than two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SplitFusedGrads(Pass):
             used = used_outputs(node)
             if 0 not in used or used == [0]:
                 continue
-            mask = [bool(m) for m in node.args[position]]  # type: ignore[union-attr]
+            mask = [bool(m) for m in node.args[position]]
             halves = ([i == 0 for i in range(len(mask))], [i != 0 and m for i, m in enumerate(mask)])
             copies = []
             for half in halves:

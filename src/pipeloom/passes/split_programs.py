@@ -1,20 +1,23 @@
 """split_programs: one labelled Program becomes the forward, backward, backward_b and backward_w programs of its chunks.
 
 By closure, not by pattern. For each chunk: F is what its forward ops are; B is what other chunks' backward needs of its
-backward ops; W is the rest of what its weight gradients need; X is B and W whole, so that schedules that don't split don't pay. Chunk 0 has
-no input gradient, so its B is empty and its W is the whole backward; so it is behind a frozen prefix.
-Views are recomputed where they are used inside a chunk, and sent as they are between chunks.
+backward ops; W is the rest of what its weight gradients need; X is B and W whole, so that schedules that don't
+split don't pay. Chunk 0 has no input gradient, so its B is empty and its W is the whole backward; so it is
+behind a frozen prefix. Views are recomputed where they are used inside a chunk, and sent as they are between
+chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
+import torch
 import torch.fx as fx
 
 from ..program import compat
 from ..program.ir import CHUNK, ROLE, OpRole, Program, ProgramError, closure, is_getitem, where
-from ..program.subprogram import GradientSlot, Input, ProgramSet, SubProgram, ValueInfo
+from ..program.subprogram import GradientSlot, Input, InputKind, ProgramSet, SubProgram, ValueInfo
 from ..schedules.jobs import Direction, Kind
 from .cost_model import totals
 from .cuts import replicated
@@ -27,8 +30,8 @@ from .structure import structure_of
 def split_programs(program: Program, *, split_backward: bool = True) -> ProgramSet:
     """The ProgramSet of a program that label_chunks has labelled.
 
-    split_backward False: only F and X are made (schedules without B and W). Raises ProgramError where a value would be needed before
-    it is made, naming both ends.
+    split_backward False: only F and X are made (schedules without B and W). Raises ProgramError where a value
+    would be needed before it is made, naming both ends.
     """
     return _Splitter(program, split_backward).run()
 
@@ -59,7 +62,7 @@ class _Splitter:
         self.needed_outputs = [n for n, desc in program.outputs if desc.kind in ("output", "buffer")]
         self.structures: dict[str, SubProgram] = {}
 
-    def _dtype(self, parameter: str) -> object:
+    def _dtype(self, parameter: str) -> torch.dtype:
         node = next(
             n for n, desc in self.program.inputs.items() if desc == compat.GraphInput("param", parameter)
         )
@@ -85,7 +88,8 @@ class _Splitter:
                     direction: Direction = "F" if value in self.forward[source] else "B"
                     if (source < c) != (direction == "F"):
                         raise ProgramError(
-                            f"chunk {c} needs {where(value)} of chunk {source}, which is made too late for it; cut elsewhere"
+                            f"chunk {c} needs {where(value)} of chunk {source}, which is made too late for it; "
+                            "cut elsewhere"
                         )
                     found = messages.setdefault((direction, source, c), [])
                     if value not in found:
@@ -161,7 +165,8 @@ class _Splitter:
     def _inputs(
         self, nodes: Iterable[fx.Node], c: int, within: bool = True
     ) -> tuple[set[fx.Node], list[fx.Node]]:
-        """(ops to recompute, values to pass in) for a set of ops of chunk c. within: views of the chunk's own values are recomputed."""
+        """(ops to recompute, values to pass in) for a set of ops of chunk c. within: views of the chunk's own
+        values are recomputed."""
         mine = set(nodes)
         extra: set[fx.Node] = set()
         passed: dict[fx.Node, None] = {}
@@ -245,11 +250,9 @@ class _Splitter:
 
     def _input(self, node: fx.Node) -> Input:
         desc = self.program.inputs.get(node)
-        return (
-            Input("value", node.name)
-            if desc is None
-            else Input(desc.kind, desc.name if desc.kind != "tangent" else "")
-        )  # type: ignore[arg-type]
+        if desc is None:
+            return Input("value", node.name)
+        return Input(cast(InputKind, desc.kind), "" if desc.kind == "tangent" else desc.name)
 
     def _check_buffers(self, programs: dict[tuple[Kind, int], SubProgram]) -> None:
         updated = {name: p.chunk for p in programs.values() for name in p.buffers}
@@ -257,8 +260,9 @@ class _Splitter:
             for i in p.inputs:
                 if i.kind == "buffer" and updated.get(i.name, p.chunk) != p.chunk:
                     raise ProgramError(
-                        f"the buffer {i.name!r} is read in chunk {p.chunk} and updated in chunk {updated[i.name]}: its next value would have to "
-                        "travel backwards. Cut so that the modules that share it are in one chunk."
+                        f"the buffer {i.name!r} is read in chunk {p.chunk} and updated in chunk "
+                        f"{updated[i.name]}: its next value would have to travel backwards. Cut so that the "
+                        "modules that share it are in one chunk."
                     )
 
     def _values(

@@ -42,7 +42,8 @@ class BatchForm:
 
 
 def flatten_batch(inputs: Any, targets: Any = None) -> tuple[list[torch.Tensor], BatchForm]:
-    """The tensor leaves of a batch and its form. A leaf given as `torch.Size` stands for a float tensor of that shape."""
+    """The tensor leaves of a batch and its form. A leaf given as `torch.Size` stands for a float tensor of that
+    shape."""
     if isinstance(inputs, Mapping):
         tree: Any = ((), dict(inputs), targets)
     elif isinstance(inputs, (tuple, list)) and not isinstance(inputs, torch.Size):
@@ -54,7 +55,8 @@ def flatten_batch(inputs: Any, targets: Any = None) -> tuple[list[torch.Tensor],
     leaves = [x for x in flat if isinstance(x, torch.Tensor)]
     if not leaves:
         raise ValueError(
-            f"the batch holds no tensor: inputs is {type(inputs).__name__}. Pass a tensor, a tuple of them or a mapping."
+            f"the batch holds no tensor: inputs is {type(inputs).__name__}. Pass a tensor, a tuple of them or "
+            "a mapping."
         )
     tensors = tuple(i for i, x in enumerate(flat) if isinstance(x, torch.Tensor))
     constants = tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, torch.Tensor))
@@ -84,7 +86,8 @@ def batch_size(leaves: Sequence[torch.Tensor], form: BatchForm) -> int:
         elif leaf.shape[0] != size:
             raise ValueError(
                 f"the batch can't be cut into micro-batches: {first} has {size} samples and {name} has {leaf.shape[0]} "
-                f"(shape {tuple(leaf.shape)}). Dimension 0 is the batch; put a tensor that is no part of the batch into a buffer of the model."
+                f"(shape {tuple(leaf.shape)}). Dimension 0 is the batch; put a tensor that is no part of the "
+                "batch into a buffer of the model."
             )
     if size is None:
         raise ValueError("the batch can't be cut into micro-batches: all of its tensors are scalars")
@@ -93,7 +96,7 @@ def batch_size(leaves: Sequence[torch.Tensor], form: BatchForm) -> int:
 
 def split_batch(leaves: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[list[torch.Tensor]]:
     """One list of leaves a micro-batch: views of the batch along dimension 0, scalars whole."""
-    pieces = [leaf.split(list(sizes)) if leaf.dim() else [leaf] * len(sizes) for leaf in leaves]
+    pieces = [torch.split(leaf, list(sizes)) if leaf.dim() else [leaf] * len(sizes) for leaf in leaves]
     return [[p[m] for p in pieces] for m in range(len(sizes))]
 
 

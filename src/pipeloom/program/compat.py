@@ -49,8 +49,9 @@ def check_torch_version() -> None:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A placeholder of the joint graph. kind: "param", "buffer", "input" (name: index of the argument), "key" (of random draws),
-    "tangent", or "update's tangent" (of a parameter or buffer whose new value needs a gradient, which `capture` refuses)."""
+    """A placeholder of the joint graph. kind: "param", "buffer", "input" (name: index of the argument), "key"
+    (of random draws), "tangent", or "update's tangent" (of a parameter or buffer whose new value needs a
+    gradient, which `capture` refuses)."""
 
     kind: str
     name: str
@@ -59,8 +60,8 @@ class GraphInput:
 @dataclass(frozen=True)
 class GraphOutput:
     """A value that the joint graph returns. kind: "output" (name: index), "gradient" (name: the input it is of,
-    "param:…" or "input:…"), "slot" (name: parameter#index of the use, after gradient_merge), "buffer" (name: the buffer that it
-    is the new version of)."""
+    "param:…" or "input:…"), "slot" (name: parameter#index of the use, after gradient_merge), "buffer" (name:
+    the buffer that it is the new version of)."""
 
     kind: str
     name: str
@@ -80,14 +81,16 @@ def fake_tensor(mode: FakeTensorMode, like: torch.Tensor, device: torch.device |
 def export_joint(
     module: nn.Module, args: Sequence[Any], mode: FakeTensorMode
 ) -> tuple[fx.GraphModule, list[tuple[fx.Node, GraphInput]], list[tuple[fx.Node, GraphOutput]]]:
-    """The joint forward and backward graph of `module(*args)`, whose parameters and arguments are fake tensors of `mode`.
+    """The joint forward and backward graph of `module(*args)`, whose parameters and arguments are fake tensors
+    of `mode`.
 
     Returns the graph, its placeholders and its outputs, each described. The ExitStack is closed even on an
     exception: a leaked fake mode would poison every later capture.
     """
     with (
         contextlib.ExitStack() as stack,
-        torch.backends.mkldnn.flags(enabled=False),  # its fused LSTM keeps a workspace only while grad mode is on
+        # its fused LSTM keeps a workspace only while grad mode is on
+        torch.backends.mkldnn.flags(enabled=False),
         torch.enable_grad(),  # the caller may be inside a step, which runs without
         fx_traceback.preserve_node_meta(),
         tracing(TracingContext(mode)),
@@ -119,8 +122,9 @@ def _describe_input(desc: d.AOTInput) -> GraphInput:
     if isinstance(desc, d.TangentAOTInput) and isinstance(desc.output, d.InputMutationAOTOutput):
         return GraphInput("update's tangent", _describe_input(desc.output.mutated_input).name)
     raise NotImplementedError(
-        f"the captured graph has an input that pipeloom can't feed: {desc}. It comes from two inputs of the model that share memory, "
-        "from a tensor subclass, or from an op with a hidden state; clone the input, or rewrite that op."
+        f"the captured graph has an input that pipeloom can't feed: {desc}. It comes from two inputs of the "
+        "model that share memory, from a tensor subclass, or from an op with a hidden state; clone the input, "
+        "or rewrite that op."
     )
 
 
@@ -134,15 +138,16 @@ def _describe_output(desc: d.AOTOutput) -> GraphOutput:
         of = _describe_input(desc.mutated_input)
         return GraphOutput("buffer" if of.kind == "buffer" else f"mutated {of.kind}", of.name)
     raise NotImplementedError(
-        f"the captured graph has an output that pipeloom can't route: {desc}. It comes from an output that is a view of an input, or "
-        "from an op with a hidden state; return a clone instead."
+        f"the captured graph has an output that pipeloom can't route: {desc}. It comes from an output that is "
+        "a view of an input, or from an op with a hidden state; return a clone instead."
     )
 
 
 @contextlib.contextmanager
 def _tracing_transformers() -> Iterator[None]:
-    """transformers builds its attention masks in a form that can be traced only when it knows that it is being traced."""
-    module = sys.modules.get("transformers.masking_utils")
+    """transformers builds its attention masks in a form that can be traced only when it knows that it is being
+    traced."""
+    module: Any = sys.modules.get("transformers.masking_utils")
     if module is None or not hasattr(module, "is_tracing"):
         yield
         return
@@ -205,7 +210,8 @@ def _annotated(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _annotated_checkpoints() -> Iterator[None]:
     """Exported as it is, a checkpoint region vanishes from the joint graph: its recomputation is traced away. So while
-    capturing, `torch.utils.checkpoint` runs its function once and marks the ops instead; the recompute pass reads the marks."""
+    capturing, `torch.utils.checkpoint` runs its function once and marks the ops instead; the recompute pass
+    reads the marks."""
     count = itertools.count()
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
     reentrant = torch_checkpoint.CheckpointFunction
@@ -220,13 +226,14 @@ def _annotated_checkpoints() -> Iterator[None]:
             with fx_traceback.annotate({_REGION: next(count)}):
                 return function(*args)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = marked
-    torch_checkpoint.CheckpointFunction = Marked
+    module: Any = torch_checkpoint
+    module._checkpoint_without_reentrant_generator = marked
+    module.CheckpointFunction = Marked
     try:
         yield
     finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator = generator
-        torch_checkpoint.CheckpointFunction = reentrant
+        module._checkpoint_without_reentrant_generator = generator
+        module.CheckpointFunction = reentrant
 
 
 def module_of(node: fx.Node) -> str:
@@ -256,7 +263,8 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The module's own parameters and buffers, by name, to be replaced in place (assignment would run the user's __setattr__)."""
+    """The module's own parameters and buffers, by name, to be replaced in place (assignment would run the
+    user's __setattr__)."""
     return module._parameters, module._buffers
 
 
@@ -293,6 +301,11 @@ def is_op(node: fx.Node) -> bool:
 def schema_of(node: fx.Node) -> Any:
     """The op's schema (arguments with names and defaults)."""
     return node.target._schema  # type: ignore[union-attr]
+
+
+def signature_of(op: Any) -> str:
+    """An op's schema as text: "aten::bernoulli(Tensor self, *, Generator? generator=None) -> Tensor"."""
+    return str(op._schema)
 
 
 def mutates(node: fx.Node) -> bool:

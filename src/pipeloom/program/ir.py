@@ -40,9 +40,10 @@ CHUNK = "chunk_id"
 class Program:
     """The joint graph with its inputs and outputs described.
 
-    inputs: placeholder -> GraphInput · outputs: (node, GraphOutput), only those that exist · has_weight: the loss function
-    returned (sum, weight) · output_count: tensor leaves of the model's own output (evaluation).
-    output_form: (tree, leaves), how the model's output is put together; None stands for a tensor leaf (evaluation).
+    inputs: placeholder -> GraphInput · outputs: (node, GraphOutput), only those that exist · has_weight: the
+    loss function returned (sum, weight) · output_count: tensor leaves of the model's own output (evaluation).
+    output_form: (tree, leaves), how the model's output is put together; None stands for a tensor leaf
+    (evaluation).
     aliases: name of a parameter -> the first name of the same Parameter (a tied weight).
     draws: number of random draws, once `random_keys` has numbered them.
     """
@@ -180,4 +181,7 @@ def where(node: fx.Node) -> str:
     module = compat.module_of(node)
     sources = ", ".join(n.name for n in node.all_input_nodes) or "no inputs"
     users = ", ".join(n.name for n in node.users) or "nobody"
-    return f"{target_name(node)} ({node.name}, in module {module or 'the top level'!r}; made from {sources}; used by {users})"
+    return (
+        f"{target_name(node)} ({node.name}, in module {module or 'the top level'!r}; made from {sources}; "
+        f"used by {users})"
+    )

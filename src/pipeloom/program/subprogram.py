@@ -100,7 +100,8 @@ class ProgramSet:
     `messages` of the edges that touch them, and `values` for the shapes.
     loss, weight: names of the values that hold the micro-batch's loss and weight (weight None: the number of samples).
     loss_chunk, weight_chunk: the chunks that make them.
-    outputs: names of the values that make up the model's own output (evaluation only) and output_chunks: who makes each;
+    outputs: names of the values that make up the model's own output (evaluation only); output_chunks: who makes
+    each.
     """
 
     chunks: int

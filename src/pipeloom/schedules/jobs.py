@@ -40,7 +40,9 @@ class Job(NamedTuple):
         """The job that `str` would print so. Raises ValueError for anything else."""
         match = _JOB.match(text)
         if match is None:
-            raise ValueError(f"{text!r} is not a job: write a kind (F, B, W or X), a chunk, a dot and a micro-batch, like F0.3")
+            raise ValueError(
+                f"{text!r} is not a job: write a kind (F, B, W or X), a chunk, a dot and a micro-batch, like F0.3"
+            )
         kind, chunk, micro_batch = match.groups()
         return Job(kind, int(chunk), int(micro_batch))  # type: ignore[arg-type]
 
