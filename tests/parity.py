@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from models import TIME, WIDTH, WORDS, Chain, TiedEnds, cross_entropy, squares
-from oracle import KeyedDraws, worst_error
 from torch import Tensor, nn
 
+from models import TIME, WIDTH, WORDS, Chain, TiedEnds, cross_entropy, squares
+from oracle import KeyedDraws, worst_error
 from pipeloom.api import MakeOptimizer, MakeScheduler, Pipeline
 from pipeloom.local import LocalPipeline
 from pipeloom.passes.random_keys import key_of, preserved_generators
@@ -162,7 +162,7 @@ def copied(program: Program) -> Program:
 
 
 class SharedCaptures(Planner):
-    """A Planner that takes its programs from another one: programs depend on the number of chunks, not on the schedule."""
+    """A Planner that takes its programs from another one: they depend on the number of chunks, not on the schedule."""
 
     def __init__(self, maker: Planner, strategy: Strategy) -> None:
         super().__init__(maker.model, maker.loss_fn, strategy, maker.device)
@@ -207,20 +207,20 @@ def pipeline(
 
 @dataclass
 class Outcome:
-    """What a step made of a batch."""
+    """What a step made of a batch. losses: what the loss function returned for each micro-batch."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
+    losses: Tensor
 
     def differences(self, other: Outcome) -> list[str]:
         """What isn't the same to the bit."""
         found = [] if torch.equal(self.loss, other.loss) else [f"loss {self.loss} is not {other.loss}"]
         if set(self.gradients) != set(other.gradients):
             found.append(f"only one has gradients of {set(self.gradients) ^ set(other.gradients)}")
-        for name in set(self.gradients) & set(other.gradients):
-            if not torch.equal(self.gradients[name], other.gradients[name]):
-                found.append(f"gradient of {name}")
-        return found
+        both = set(self.gradients) & set(other.gradients)
+        unequal = (n for n in sorted(both) if not torch.equal(self.gradients[n], other.gradients[n]))
+        return found + [f"gradient of {name}" for name in unequal]
 
     def error(self, reference: Outcome) -> float:
         """The larger of the loss's relative error and the gradients', by the measure of `oracle.worst_error`."""
@@ -232,7 +232,8 @@ def pipe_outcome(pipe: LocalPipeline, batch: Batch) -> Outcome:
     """One step without an update, from zero gradients."""
     pipe.zero_grad()
     result = pipe.step(*batch, update=False)
-    return Outcome(result.loss.clone(), {n: g.clone() for n, g in pipe.gradients().items()})
+    gradients = {n: g.clone() for n, g in pipe.gradients().items()}
+    return Outcome(result.loss.clone(), gradients, result.losses.clone())
 
 
 def eager_outcome(
@@ -252,10 +253,13 @@ def eager_outcome(
     instead of a copy of the case's (its buffers move, its gradients are left cleared).
     """
     model = copy.deepcopy(case.model) if model is None else model
+    if hasattr(model, "checkpointing"):
+        model.checkpointing = None  # the recomputation would draw again, outside of the mode that keys draws
     leaves, form = flatten_batch(*batch)
     pieces = split_batch(leaves, sizes)
     weights: list[Any] = []
     losses = []
+    returned = []
     with preserved_generators(CPU):
         for m, piece in enumerate(pieces):
             args, kwargs, targets = form.rebuild(piece)
@@ -268,7 +272,9 @@ def eager_outcome(
             weight: Any = sizes[m]
             if isinstance(loss, tuple):
                 loss, weight = loss
+                returned.append(loss.detach())
             else:
+                returned.append(loss.detach())
                 loss = loss * weight if average else loss
             loss.backward()
             weights.append(float(weight))
@@ -276,4 +282,4 @@ def eager_outcome(
     total = sum(weights) if average else 1.0
     gradients = {n: p.grad / total for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return Outcome(sum(losses[1:], losses[0]) / total, gradients)
+    return Outcome(sum(losses[1:], losses[0]) / total, gradients, torch.stack(returned))
