@@ -76,7 +76,9 @@ def save(stages: Stage | Sequence[Stage], folder: str | os.PathLike[str]) -> Non
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is unavailable.*")
+        warnings.filterwarnings(
+            "ignore", message=".*assuming the intent is to (save|load) in a single process.*"
+        )
         dcp_save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
     with _together(group, "move it to its place") as first:
         if first:
@@ -95,7 +97,9 @@ def load(stages: Stage | Sequence[Stage], folder: str | os.PathLike[str]) -> Non
     for stage in given:
         template = _wanted(stage, sizes, folder)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.distributed is unavailable.*")
+            warnings.filterwarnings(
+                "ignore", message=".*assuming the intent is to (save|load) in a single process.*"
+            )
             dcp_load(template, storage_reader=reader, process_group=group, no_dist=group is None)
         _apply(stage, template)
 
@@ -195,13 +199,11 @@ def _training(stage: Stage) -> dict[str, Any]:
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Parameter identity -> the options of its group, numbers instead of tensors."""
+    """Parameter identity -> the options of its group."""
     found: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {
-            key: value.item() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key not in _NOT_RESTORED and key != "param_names"
+            key: value for key, value in group.items() if key not in _NOT_RESTORED and key != "param_names"
         }
         found.update((id(parameter), options) for parameter in group["params"])
     return found
@@ -210,7 +212,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 def _as_tensor(value: Any, unit: int, what: str) -> Tensor:
     """JSON in a uint8 tensor, padded so that values of about one length have one shape."""
     try:
-        text = json.dumps(value).encode()
+        text = json.dumps(value, default=_plain).encode()
     except TypeError as error:
         raise ValueError(
             f"{what} can't be saved: {error}; a checkpoint holds tensors and JSON, nothing else"
@@ -219,7 +221,20 @@ def _as_tensor(value: Any, unit: int, what: str) -> Tensor:
 
 
 def _as_value(tensor: Tensor) -> Any:
-    return json.loads(bytes(tensor.cpu().numpy().tobytes()))
+    return json.loads(bytes(tensor.cpu().numpy().tobytes()), object_hook=_tensor_again)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """A small tensor (a learning rate) as JSON. Floats of any width survive Python's double."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def _tensor_again(entry: dict[str, Any]) -> Any:
+    if entry.keys() == {"tensor", "dtype"}:
+        return torch.tensor(entry["tensor"], dtype=getattr(torch, entry["dtype"]))
+    return entry
 
 
 # -- what is loaded
@@ -304,7 +319,7 @@ def _apply_optimizer(
             for key, value in options.get(id(parameter), {}).items():
                 present = group.get(key)
                 if isinstance(present, Tensor):
-                    present.fill_(value)
+                    present.copy_(torch.as_tensor(value))
                 else:
                     group[key] = tuple(value) if isinstance(present, tuple) else value
 
