@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from os import PathLike
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .api import EvalResult, MakeOptimizer, MakeScheduler, Pipeline
 from .planner import Planner
 from .planning import Plan
 from .program.capture import LossFunction, split_example
+from .runtime import checkpoint
 from .runtime.result import StepResult
 from .runtime.stepping import Work, drive
 from .runtime.transport import MemoryTransport
@@ -87,6 +89,12 @@ class LocalPipeline:
         for stage in reversed(self.stages):
             merged.update(stage.gradients())
         return merged
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        checkpoint.save(self.stages, folder)
+
+    def load(self, folder: str | PathLike[str]) -> None:
+        checkpoint.load(self.stages, folder)
 
     def zero_grad(self) -> None:
         for stage in self.stages:

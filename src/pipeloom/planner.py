@@ -142,10 +142,7 @@ class Planner:
         if key not in self._plans:
             costs = self.costs(sets[0], persistent)
             if training:
-                mean = [sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w)]
-                schedule = self.schedule(
-                    len(sets), (*mean, LINK_LATENCY) if sum(mean) else (1.0, 1.0, 1.0, 0.0)
-                )
+                schedule = self.schedule(len(sets), _typical(costs))
             else:
                 schedule = forward_only(self.placement, len(sets))
             updating = {p.chunk for s in sets for p in s.programs.values() if p.buffers}
@@ -205,6 +202,12 @@ class Planner:
             modelled = sum(seconds(p.flops, p.moved) for p in mine)
             if modelled > 0:
                 self.measured.ratio[kind] = sum(times[p.structure] for p in mine) / modelled
+
+
+def _typical(costs: Costs) -> tuple[float, float, float, float]:
+    """(F, B, W, transfer) of a typical chunk, by which a schedule places its W's."""
+    f, b, w = (sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w))
+    return (f, b, w, LINK_LATENCY) if f + b + w else (1.0, 1.0, 1.0, 0.0)
 
 
 def held_bytes(programs: ProgramSet, chunk: int) -> tuple[int, int, int]:
