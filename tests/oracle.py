@@ -9,6 +9,7 @@ relative_error(result.gradients[name], parameter.grad, global_norm(reference))
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models import Case, build
+from pipeloom.passes import Pass, apply_passes, build_pass, split_programs
 from pipeloom.passes.random_keys import preserved_generators, seed_draw
+from pipeloom.program.batch import flatten_batch
+from pipeloom.program.capture import capture
+from pipeloom.program.ir import Program
 from pipeloom.program.subprogram import GradientSlot, Input, ProgramSet, SubProgram
 from pipeloom.runtime.layout import Wire
 
@@ -62,6 +68,39 @@ def worst_error(gradients: Mapping[str, Tensor], references: Mapping[str, Tensor
     return max((relative_error(gradients[n], r, norm) for n, r in references.items()), default=0.0)
 
 
+def capture_case(case: Case, *, training: bool = True, fused: bool = False) -> Program:
+    """A program with all passes that come before label_chunks. fused: without split_fused_grads."""
+    program = capture(
+        case.model, case.loss_fn, example=case.example, training=training, autocast=case.autocast
+    )
+    names = ["random_keys", "split_fused_grads", "gradient_merge"]
+    apply_passes(program, [build_pass(n) for n in names if not (fused and n == "split_fused_grads")])
+    return program
+
+
+@functools.cache
+def prepared(name: str) -> tuple[Case, Program]:
+    """A case in float64 (float32 under autocast) and its program, captured once for all tests. Leave both as
+    they are: the labels may be written anew, but a pass that rewrites the graph needs a capture of its own."""
+    case = build(name)
+    if case.autocast is None:
+        case.double()
+    return case, capture_case(case)
+
+
+def cut(
+    program: Program, chunks: int, *, split: bool = True, more: Sequence[Pass] = (), **options: Any
+) -> ProgramSet:
+    """Labels a program (anew) and splits it. more: passes between; options: those of label_chunks."""
+    apply_passes(program, [build_pass("label_chunks", chunks=chunks, **options), *more])
+    return split_programs(program, split_backward=split)
+
+
+def leaves_of(case: Case) -> list[Tensor]:
+    """The tensor leaves of a case's batch, as programs number them."""
+    return flatten_batch(case.inputs, case.targets)[0]
+
+
 @dataclass
 class Reference:
     """What eager PyTorch makes of a batch."""
@@ -72,10 +111,12 @@ class Reference:
     buffers: dict[str, Tensor]
 
 
-def eager(case: Any, key: Tensor) -> Reference:
-    """A step of eager PyTorch on a `models.Case` with the draws of `key`; the model's buffers move, its `.grad`
-    is cleared."""
+def eager(case: Case, key: Tensor) -> Reference:
+    """A step of eager PyTorch with the draws of `key`. The case is left as it was: buffers, `.grad` and the caller's
+    random state."""
     model = case.model
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    checkpointing = getattr(model, "checkpointing", None)
     if hasattr(model, "checkpointing"):
         # the recomputation of a checkpoint draws again, outside of the mode that keys draws
         model.checkpointing = None
@@ -88,7 +129,12 @@ def eager(case: Any, key: Tensor) -> Reference:
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
-    return Reference(loss.detach(), weight, gradients, dict(model.named_buffers()))
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before[name])
+    if checkpointing is not None:
+        model.checkpointing = checkpointing
+    return Reference(loss.detach(), weight, gradients, buffers)
 
 
 @dataclass

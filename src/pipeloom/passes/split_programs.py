@@ -19,6 +19,7 @@ from ..program import compat
 from ..program.ir import CHUNK, ROLE, OpRole, Program, ProgramError, closure, is_getitem, where
 from ..program.subprogram import GradientSlot, Input, InputKind, ProgramSet, SubProgram, ValueInfo
 from ..schedules.jobs import Direction, Kind
+from .check_programs import check_programs
 from .cost_model import totals
 from .cuts import replicated
 from .extract import extract, sinkable
@@ -33,7 +34,9 @@ def split_programs(program: Program, *, split_backward: bool = True) -> ProgramS
     split_backward False: only F and X are made (schedules without B and W). Raises ProgramError where a value
     would be needed before it is made, naming both ends.
     """
-    return _Splitter(program, split_backward).run()
+    programs = _Splitter(program, split_backward).run()
+    check_programs(programs)
+    return programs
 
 
 class _Splitter:

@@ -89,8 +89,7 @@ def export_joint(
     """
     with (
         contextlib.ExitStack() as stack,
-        # its fused LSTM keeps a workspace only while grad mode is on
-        torch.backends.mkldnn.flags(enabled=False),
+        _without_onednn(),
         torch.enable_grad(),  # the caller may be inside a step, which runs without
         fx_traceback.preserve_node_meta(),
         tracing(TracingContext(mode)),
@@ -108,6 +107,18 @@ def export_joint(
         if isinstance(v, fx.Node)  # None: the gradient of an input that has none
     ]
     return graph_module, inputs, outputs
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Its fused LSTM keeps the workspace that its backward needs only while grad mode is on; programs run
+    without. (The public `torch.backends.mkldnn.flags` warns about TF32 at every call.)"""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _describe_input(desc: d.AOTInput) -> GraphInput:
