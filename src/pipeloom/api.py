@@ -244,8 +244,7 @@ class Pipeline:
         if strategy.costs == "measured":
             yield from self._measure(programs, placement, first)
         self._make_updater()
-        mine = self.store.persistent_bytes() + optimizer_bytes(self.updater.optimizer)
-        resident = yield from agreement.gather(transport, [float(mine)])
+        resident = yield from agreement.gather(transport, [float(self._resident())])
         self._persistent = [int(r[0]) for r in resident]
         division = self._division(leaves, form, sizes, training=True)
         self.plan = division.plan
@@ -304,11 +303,8 @@ class Pipeline:
     def timeline_work(self) -> Work[Timeline]:
         if self._last is None:
             raise ValueError("there is no timeline yet: run a step first")
-        return (
-            yield from measured_timeline(
-                self.transport, self._last.recorder, self._offset, f"measured {self.plan.schedule}"
-            )
-        )
+        title = f"measured {self.plan.schedule}"
+        return measured_timeline(self.transport, self._last.recorder, self._offset, title, self._resident())
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
@@ -391,14 +387,14 @@ class Pipeline:
     def _moved(self, micro_batches: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         return [[t.to(self.device, non_blocking=True) for t in leaves] for leaves in micro_batches]
 
+    def _resident(self) -> int:
+        """Bytes that are always alive here: weights, buffers, gradients, the optimizer's state."""
+        return self.store.persistent_bytes() + optimizer_bytes(self.updater.optimizer)
+
     def _peak(self, division: _Division) -> int:
         if self.device.type != "cpu":
             return int(torch.accelerator.max_memory_allocated(self.device))
-        return (
-            division.executor.plan.peak_bytes
-            + self.store.persistent_bytes()
-            + optimizer_bytes(self.updater.optimizer)
-        )
+        return division.executor.plan.peak_bytes + self._resident()
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:

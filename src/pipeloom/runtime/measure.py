@@ -39,17 +39,18 @@ class Recorder:
         self.start[:] = [0.0] * len(self.start)
         self.end[:] = [0.0] * len(self.end)
 
-    def table(self, offset: float) -> Tensor:
+    def table(self, offset: float, resident: int = 0) -> Tensor:
         """One row an item that ran: kind, chunk or source, target, micro-batch, peer, start, end, nbytes,
-        direction, live bytes; float64, shape (n, 10). Times are rank 0's perf_counter. The first row holds
+        direction, live bytes (those that are always alive, `resident`, among them); float64, shape (n, 10). Times are rank 0's perf_counter. The first row holds
         the start of the step."""
-        rows = [[-1.0] * 5 + [self.began + offset] * 2 + [0.0] * 3]
+        rows = [[-1.0] * 5 + [self.began + offset] * 2 + [0.0] * 2 + [float(resident)]]
         for item, start, end, live in zip(
             self.plan.items, self.start, self.end, self.plan.live_bytes, strict=True
         ):
             if not end:
                 continue
             times = [start + offset, end + offset]
+            live += resident
             if isinstance(item, Run):
                 job = item.job
                 rows.append([_KINDS.index(job.kind), job.chunk, -1, job.micro_batch, -1, *times, 0, 0, live])
@@ -103,9 +104,12 @@ def _reading() -> Tensor:
     return torch.tensor([perf_counter()], dtype=torch.float64)
 
 
-def measured_timeline(transport: Transport, recorder: Recorder, offset: float, title: str) -> Work[Timeline]:
-    """The last step on all ranks, the same Timeline on every rank. A collective call of all ranks."""
-    table = recorder.table(offset)
+def measured_timeline(
+    transport: Transport, recorder: Recorder, offset: float, title: str, resident: int = 0
+) -> Work[Timeline]:
+    """The last step on all ranks, the same Timeline on every rank. resident: bytes that are always alive here. A collective
+    call of all ranks."""
+    table = recorder.table(offset, resident)
     rows = yield from exchange(
         transport, tags.LENGTHS, torch.tensor([len(table)], dtype=torch.float64), [(1,)] * transport.size
     )
@@ -121,7 +125,7 @@ def assemble(tables: list[Tensor], title: str) -> Timeline:
     arrived: dict[tuple[int, int, int, int], tuple[int, float]] = {}
     memory: list[list[tuple[float, float]]] = []
     for rank, table in enumerate(tables):
-        points = [(0.0, 0.0)]
+        points = [(0.0, float(table[0, 9]))]
         for row in table[1:].tolist():
             kind, source, target, micro_batch, _, start, end, nbytes, way, live = row
             start, end = start - zero, end - zero
