@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from handmade import Chain, batch, fleet, lowered, programs
+from torch.distributed.device_mesh import init_device_mesh
 
 from pipeloom.runtime.distributed import DistributedTransport
 from pipeloom.runtime.errors import JobError, PeerError
@@ -105,7 +106,7 @@ def test_gloo_ranks_give_the_bits_of_the_in_memory_form(ranks, placement, pair_g
     )
     assert len(timelines[0]["flows"]) == sends
     assert all(flow[6] <= flow[7] for flow in timelines[0]["flows"])  # sent before it arrived, on one clock
-    assert all(abs(offset) < 0.05 for *_, offset in answers)  # one machine, one clock
+    assert [offset for *_, offset in answers] == [0.0] * size  # one machine, one clock
 
 
 def gather(rank, size):
@@ -196,14 +197,34 @@ def misfit(_rank, size):
         return str(error)
 
 
+def mesh_misfit(_rank, size):
+    told = []
+    for shape, names in [((size,), ("dp",)), ((2, size // 2), ("dp", "pp")), ((size,), ("pp",))]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        try:
+            place = join(mesh.size(len(shape) - 1) if names != ("pp",) else 4, mesh=mesh)
+            told.append(["joined", place.stage])
+        except ValueError as error:
+            told.append(str(error))
+    place = join(size, mesh=mesh)
+    told.append(finish(exchange(place.transport, 7, torch.tensor([place.stage]), [(1,)] * size))[1].tolist())
+    return told
+
+
+def test_a_mesh_must_be_a_pipeline_and_nothing_else(ranks):
+    unnamed, others, size, gathered = ranks(mesh_misfit, 2)[0]
+    assert "one of them must be named" in unnamed
+    assert "further dimensions ({'dp': 2})" in others
+    assert size == 'pp_degree is 4, but dimension "pp" of the mesh has 2 ranks'
+    assert gathered == [1]
+
+
 def test_a_world_of_another_size_is_refused(ranks):
-    assert (
-        ranks(misfit, 2)
-        == [
-            'pp_degree is 3, but 2 ranks were started: start 3, or pass a DeviceMesh that names its pipeline dimension "pp"'
-        ]
-        * 2
+    text = (
+        "pp_degree is 3, but 2 ranks were started: start 3, or pass a DeviceMesh that names its pipeline "
+        'dimension "pp"'
     )
+    assert ranks(misfit, 2) == [text] * 2
 
 
 def test_a_single_process_is_told_to_use_torchrun(monkeypatch):

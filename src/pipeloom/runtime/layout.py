@@ -56,7 +56,7 @@ class Wire:
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         if self.gathered is not None:
-            return self._narrow(tensor).reshape(-1)
+            return self._narrow(tensor).contiguous().view(-1)
         if tensor.stride() != self.stride:
             tensor = self._restride(tensor)
         return tensor.as_strided((self.count,), (1,), tensor.storage_offset())

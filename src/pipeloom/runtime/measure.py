@@ -41,8 +41,8 @@ class Recorder:
 
     def table(self, offset: float, resident: int = 0) -> Tensor:
         """One row an item that ran: kind, chunk or source, target, micro-batch, peer, start, end, nbytes,
-        direction, live bytes (those that are always alive, `resident`, among them); float64, shape (n, 10). Times are rank 0's perf_counter. The first row holds
-        the start of the step."""
+        direction, live bytes (those that are always alive, `resident`, among them); float64, shape (n, 10).
+        Times are rank 0's perf_counter. The first row holds the start of the step."""
         rows = [[-1.0] * 5 + [self.began + offset] * 2 + [0.0] * 2 + [float(resident)]]
         for item, start, end, live in zip(
             self.plan.items, self.start, self.end, self.plan.live_bytes, strict=True
@@ -76,7 +76,11 @@ class Recorder:
 
 
 def clock_offsets(transport: Transport) -> Work[float]:
-    """Seconds to add to this rank's perf_counter to get rank 0's. A collective call of all ranks."""
+    """Seconds to add to this rank's perf_counter to get rank 0's. A collective call of all ranks.
+
+    Rank 0's answer was read between our two readings, which bounds the difference from both sides. Where the bounds
+    of all pings allow 0, it is 0: ranks of one machine share a clock.
+    """
     if transport.shares_clock or transport.size == 1:
         return 0.0
     token = torch.zeros(1, dtype=torch.float64)
@@ -87,7 +91,7 @@ def clock_offsets(transport: Transport) -> Work[float]:
                 transport.send(peer, "control", tags.CLOCK, _reading())
                 transport.flush()
         return 0.0
-    best, offset = float("inf"), 0.0
+    least, most = float("-inf"), float("inf")
     for _ in range(_PINGS):
         answer = transport.post(0, "control", tags.CLOCK, (1,), torch.float64)
         before = perf_counter()
@@ -95,9 +99,8 @@ def clock_offsets(transport: Transport) -> Work[float]:
         theirs = float((yield from arrive(answer)))
         after = perf_counter()
         transport.flush()
-        if after - before < best:
-            best, offset = after - before, theirs - (before + after) / 2
-    return offset
+        least, most = max(least, theirs - after), min(most, theirs - before)
+    return 0.0 if least <= 0.0 <= most else (least + most) / 2
 
 
 def _reading() -> Tensor:
