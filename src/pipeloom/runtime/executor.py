@@ -25,7 +25,7 @@ from .gradients import finalize
 from .measure import Recorder
 from .parameters import ParameterStore
 from .result import StepResult, in_order
-from .static_plan import Message, Run, Share, StaticPlan, compile_jobs
+from .static_plan import Item, Message, Run, Share, StaticPlan, compile_jobs
 from .stepping import Work, arrive
 from .transport import Receive, Transport
 from .update import Updater
@@ -98,7 +98,7 @@ class Executor:
             state.expect_shares()
             for index, item in enumerate(self.plan.items):
                 current = item
-                yield from state.do(index, item)
+                yield from state.timed(index, item)
             current = "the end of the step"
             state.write_buffers()
             self._transport.flush()
@@ -176,9 +176,12 @@ class _Step:
         self.recorder = executor.recorder
         self.recorder.begin()
 
-    def do(self, index: int, item: Run | Message | Share | Phase) -> Work[None]:
-        record = self.recorder
-        record.start[index] = perf_counter()
+    def timed(self, index: int, item: Item) -> Work[None]:
+        self.recorder.start[index] = perf_counter()
+        yield from self.do(item)
+        self.recorder.end[index] = perf_counter()
+
+    def do(self, item: Item) -> Work[None]:
         if type(item) is Run:
             self.compute(item)
         elif type(item) is Message:
@@ -196,7 +199,6 @@ class _Step:
                 yield from self.finalize()
             elif self.update:
                 yield from self.run_update()
-        record.end[index] = perf_counter()
 
     def compute(self, run: Run) -> None:
         scope = self.scopes[run.scope]
