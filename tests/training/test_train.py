@@ -147,27 +147,43 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture
+def stopped(start: Callable[..., Started]) -> Callable[..., str]:
+    """A run that got a signal: what it printed."""
+
+    def stop(number: signal.Signals, *arguments: str) -> str:
+        run = start(*arguments)
+        run.process.send_signal(number)
+        output, _ = run.process.communicate(timeout=60)
+        assert run.process.returncode == 130, output
+        assert wait_until(lambda: not any(map(running, run.ranks)), 5)
+        return str(output)
+
+    return stop
+
+
 def test_a_stopped_run_goes_on_with_the_losses_of_an_unbroken_one(
-    number: signal.Signals, tmp_path: Path, start: Callable[..., Started]
+    tmp_path: Path, stopped: Callable[..., str]
 ) -> None:
-    options = [*TINY, "--steps", "300", "--sample", "0"]
-    run = start(*options)
-    run.process.send_signal(number)
-    output, _ = run.process.communicate(timeout=60)
-    assert run.process.returncode == 130, output
-    assert wait_until(lambda: not any(map(running, run.ranks)), 5)
+    options = [*TINY, "--steps", "150", "--sample", "0"]
+    output = stopped(signal.SIGINT, *options)
     folder = only_run(tmp_path / "runs")
-    stopped = metrics(folder)[-1]["step"]
-    assert stopped < 300
-    assert f"stopped after step {stopped}; go on with: pipeloom train --resume {folder}" in output
-    assert json.loads((folder / "LATEST").read_text())["step"] == stopped
+    last = metrics(folder)[-1]["step"]
+    assert last < 150, "it ended before it was stopped"
+    assert f"stopped after step {last}; go on with: pipeloom train --resume {folder}" in output
+    assert json.loads((folder / "LATEST").read_text())["step"] == last
 
     resumed, unbroken = train("--resume", str(folder)), train(*options, "--out", str(tmp_path / "other"))
     assert resumed.returncode == unbroken.returncode == 0, resumed.stderr + unbroken.stderr
     for name in ("step", "loss", "held_out", "lr"):
         got, expected = metrics(folder), metrics(only_run(tmp_path / "other"))
         assert [row[name] for row in got] == [row[name] for row in expected], name
+
+
+def test_sigterm_stops_a_run_like_ctrl_c(tmp_path: Path, stopped: Callable[..., str]) -> None:
+    output = stopped(signal.SIGTERM, *TINY, "--steps", "100000")
+    last = metrics(only_run(tmp_path / "runs"))[-1]["step"]
+    assert f"stopped after step {last};" in output
 
 
 def test_a_time_limit_ends_a_run_well(tmp_path: Path) -> None:

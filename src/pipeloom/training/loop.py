@@ -17,7 +17,6 @@ from collections import deque
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from .. import api
 from ..report.console import TrainingConsole
@@ -28,7 +27,7 @@ from .data import Corpus
 from .folder import RunFolder, replace_file
 from .model import GPT, character_loss
 from .ranks import Ranks
-from .sample import write_text
+from .sample import read_weights, write_text
 from .stop import Reason, Stop
 
 INTERRUPTED = 130
@@ -185,12 +184,12 @@ class Run:
             return
         path = self.folder.path
         write_trace(path / "trace.json", [predicted, measured])
-        figures = [self.pipe.plan.predicted, self.pipe.measured or measured.figures()]
+        thought, was = self.pipe.plan.predicted, self.pipe.measured or measured.figures()
         write_timeline(
-            path / "timeline.html", [predicted, measured], title=_title(self.config), figures=figures
+            path / "timeline.html", [predicted, measured], title=_title(self.config), figures=[thought, was]
         )
         sample = self._sample()
-        console.show_figures(*figures)
+        console.show_figures(thought, was)
         rows = [
             ("held-out loss", f"{self._before:.4f} before, {self._after:.4f} after (nats a character)"),
             ("run folder", str(path)),
@@ -213,9 +212,7 @@ class Run:
         if not self.config.sample:
             return None
         model = GPT(len(self.corpus.vocabulary), self.config.model)
-        weights = model.state_dict()
-        dcp.load({"model": weights}, checkpoint_id=self.folder.checkpoint(self.done), no_dist=True)
-        model.load_state_dict(weights)
+        read_weights(model, self.folder.checkpoint(self.done))
         prompt = self.corpus.decode(self.corpus.held_out[:PROMPT])
         text = prompt + write_text(model, self.corpus, prompt, self.config.sample, seed=self.config.seed)
         replace_file(self.folder.path / "sample.txt", text + "\n")

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 from ..strategy import StrategyError
@@ -27,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 
 def run(order: str) -> int:
     """Run this process's rank to its end; gives the exit code."""
+    # Capture saves and restores torch's settings, and torch remarks on one that this machine doesn't have.
+    warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
     values = json.loads(order)
     rank = os.environ.get("RANK", "0")
     try:

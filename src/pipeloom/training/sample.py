@@ -7,10 +7,22 @@ hundred of them.
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from .data import Corpus
 from .model import GPT
+
+
+def read_weights(model: GPT, checkpoint: Path) -> None:
+    """The trained weights of a pipeline's checkpoint, into a plain model of the same sizes."""
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+        load(weights, checkpoint_id=checkpoint, no_dist=True)
 
 
 def write_text(
