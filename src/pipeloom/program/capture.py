@@ -91,6 +91,7 @@ def capture_leaves(
             _twins(step, mode, device, training=training),
             compat.annotated_modules(model, names),
             _untouched(model, loss_fn),
+            _constant(loss_fn),
         ):
             graph, inputs, outputs = compat.export_joint(step, fakes, mode)
     except CaptureError:
@@ -329,6 +330,38 @@ def _untouched(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]
             f"{changed[0]} is assigned in the forward: a module that keeps a tensor from one micro-batch to "
             "the next can't be run in a pipeline. Return the value, or register a buffer and write into it in place."
         )
+
+
+@contextlib.contextmanager
+def _constant(loss_fn: LossFunction | None) -> Iterator[None]:
+    """Refuses a loss that changes its buffers, which are constants of the program; they are put back."""
+    if not isinstance(loss_fn, nn.Module):
+        yield
+        return
+    before = [
+        (compat.tensor_tables(module)[1], f"{prefix}.{name}".lstrip("."), name, buffer, buffer.clone())
+        for prefix, module in loss_fn.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    cause: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        cause = error
+    changed = []
+    for table, full_name, name, buffer, value in before:
+        if table[name] is not buffer or not torch.equal(buffer, value):
+            changed.append(full_name)
+            buffer.copy_(value)
+            table[name] = buffer
+    if changed:
+        raise CaptureError(
+            f"the loss {type(loss_fn).__name__} changes its buffer {changed[0]!r}: a loss keeps nothing from one "
+            "micro-batch to the next. Make it part of the model (return the loss from the model's forward) and pass "
+            "loss_fn=None."
+        ) from cause
+    if cause is not None:
+        raise cause
 
 
 def _device_of(model: nn.Module, leaves: list[torch.Tensor]) -> torch.device:
