@@ -77,7 +77,7 @@ def test_scopes_are_empty_and_nothing_is_alive_at_the_end():
     ranks = fleet((0, 1, 0, 1), ROWS, split=True, skip=True)
     for executor in ranks.executors:
         assert executor.plan.live_bytes[-1] == 0
-        assert executor.plan.peak_bytes > max(executor.plan.live_bytes) > 0
+        assert executor.plan.peak_bytes >= max(executor.plan.live_bytes) > 0
 
 
 def test_an_exception_in_a_job_names_rank_job_and_cause():

@@ -110,8 +110,8 @@ def _reading() -> Tensor:
 def measured_timeline(
     transport: Transport, recorder: Recorder, offset: float, title: str, resident: int = 0
 ) -> Work[Timeline]:
-    """The last step on all ranks, the same Timeline on every rank. resident: bytes that are always alive here. A collective
-    call of all ranks."""
+    """The last step on all ranks, the same Timeline on every rank. resident: bytes that are always alive here.
+    A collective call of all ranks."""
     table = recorder.table(offset, resident)
     rows = yield from exchange(
         transport, tags.LENGTHS, torch.tensor([len(table)], dtype=torch.float64), [(1,)] * transport.size

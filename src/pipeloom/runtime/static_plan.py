@@ -131,6 +131,14 @@ class _Compiler:
         self.last_use: dict[tuple[int, _Key], int] = {}
         #: values that the jobs so far have made or received
         self.made: set[tuple[int, str]] = set()
+        #: by program set: (direction, source) -> (target, values) of the messages that stay on this stage
+        self.local: dict[int, dict[tuple[Direction, int], list[tuple[int, list[str]]]]] = {}
+        for programs in program_sets:
+            edges = self.local.setdefault(id(programs), {})
+            if not edges:
+                for (way, source, target), names in programs.messages.items():
+                    if placement[target] == stage:
+                        edges.setdefault((way, source), []).append((target, names))
         self._find_uses()
 
     # -- pass 1: who reads what, last
@@ -183,12 +191,7 @@ class _Compiler:
         direction: Direction = "F" if job.kind == "F" else "B"
         if job.kind == "W":
             return []
-        messages = self._set(job, job.micro_batch).messages
-        return [
-            (target, names)
-            for (way, source, target), names in messages.items()
-            if way == direction and source == job.chunk and self.placement[target] == self.stage
-        ]
+        return self.local[id(self._set(job, job.micro_batch))].get((direction, job.chunk), [])
 
     def _slot(self, scope: int, key: _Key) -> int:
         return self.slots[scope].setdefault(key, len(self.slots[scope]))
@@ -261,6 +264,9 @@ class _Compiler:
         scope = self._scope(job.chunk, job.micro_batch)
         programs = self.sets[job.micro_batch]
         run = Run(job, scope, None if program.empty else program.call)
+        local = self._local_edges(job)
+        dropped: list[_Key] = []
+        handed = {name for _, names in local for name in names}
         for position, entry in enumerate(program.inputs):
             run.template.append(self._constant(job, entry))
             if entry.kind in ("param", "acc"):
@@ -275,9 +281,13 @@ class _Compiler:
             run.fill.append((position, slot))
             if entry.kind == "buffer" and job.kind == "F":
                 run.buffer_reads.append((slot, entry.name))
-            if self.last_use[scope, key] == index and not self._handed(job, key) and slot not in run.drops:
+            later = self.last_use[scope, key] > index or (entry.kind == "value" and entry.name in handed)
+            if not later and slot not in run.drops:
                 run.drops.append(slot)
+                dropped.append(key)
         ledger.during(program.peak_bytes)
+        for key in dropped:
+            ledger.drop((scope, key))
         position_of = {name: position for position, name in enumerate(program.outputs)}
         for name, position in position_of.items():
             key = ("value", name)
@@ -290,7 +300,7 @@ class _Compiler:
                     (job.chunk, job.micro_batch, programs.values[name].storage),
                     programs.values[name].nbytes,
                 )
-        for target, names in self._local_edges(job):
+        for target, names in local:
             there = self._scope(target, job.micro_batch)
             for name in names:
                 key = ("value", name)
@@ -311,13 +321,11 @@ class _Compiler:
                     raise ValueError(
                         f"stage {self.stage}: job {job} hands on {name!r}, which nobody has made before it"
                     )
-        for _, names in self._local_edges(job):
-            for name in names:
-                key = ("value", name)
-                if name not in position_of and self.last_use[scope, key] == index:
-                    run.late_drops.append(self._slot(scope, key))
-        for slot in (*run.drops, *run.late_drops):
-            ledger.drop((scope, _key_of(self.slots[scope], slot)))
+        for name in sorted(handed - position_of.keys()):
+            key = ("value", name)
+            if self.last_use[scope, key] == index:
+                run.late_drops.append(self._slot(scope, key))
+                ledger.drop((scope, key))
         if job.kind == "F":
             run.buffer_writes = [(position_of[value], name) for name, value in program.buffers.items()]
         return run
@@ -337,9 +345,6 @@ class _Compiler:
                 "stage doesn't hold"
             )
         return bound[entry.name]
-
-    def _handed(self, job: Job, key: _Key) -> bool:
-        return any(key[0] == "value" and key[1] in names for _, names in self._local_edges(job))
 
     def _collect(self, run: Run, job: Job, programs: ProgramSet, name: str, position: int) -> None:
         if job.kind != "F":
@@ -391,7 +396,3 @@ class _Compiler:
 
 def _key(entry: Input) -> _Key:
     return (entry.kind, entry.name)
-
-
-def _key_of(slots: dict[_Key, int], slot: int) -> _Key:
-    return next(key for key, number in slots.items() if number == slot)
