@@ -136,7 +136,7 @@ class Maker(Planner):
         modes = tuple(m.training for m in self.model.modules())
         key = (training, form.key(), shape_key(leaves), modes)
         if key not in self._captured:
-            whole = (id(self.model), self.strategy.autocast, *key)
+            whole = (id(self.model), id(self.loss_fn), self.strategy.autocast, *key)
             if whole not in _PROGRAMS:
                 autocast = self.strategy.autocast and getattr(torch, self.strategy.autocast)
                 _PROGRAMS[whole] = capture_leaves(
@@ -178,7 +178,14 @@ _PROGRAMS: dict[Any, Program] = {}
 
 def planner_for(case: Any, strategy: Strategy) -> Planner:
     """A planner for this strategy, with the captures of all earlier ones for the same model and chunks."""
-    key = (id(case.model), strategy.chunks, strategy.split_backward, strategy.autocast, strategy.cuts)
+    key = (
+        id(case.model),
+        id(case.loss_fn),
+        strategy.chunks,
+        strategy.split_backward,
+        strategy.autocast,
+        strategy.cuts,
+    )
     if key not in _MAKERS:
         # the maker keeps the model alive, so that its id stays its own
         _MAKERS[key] = Maker(case.model, case.loss_fn, strategy, CPU)

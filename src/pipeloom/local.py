@@ -3,8 +3,8 @@
     pipe = compile_local(model, loss_fn, example=…, strategy=Strategy(pp_degree=8, …))
     pipe.step(inputs, targets); pipe.gradients()
 
-The same programs, plans and executors as on real ranks, without processes: what a schedule does to gradients at S 8 can be seen to
-the bit in a second. Each stage works on a copy of the model; one capture serves all.
+The same programs, plans and executors as on real ranks, without processes: what a schedule does to gradients at
+S 8 can be seen to the bit in a second. Each stage works on a copy of the model; one capture serves all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from .api import EvalResult, MakeOptimizer, MakeScheduler, Pipeline
 from .planner import Planner
 from .planning import Plan
+from .program import compat
 from .program.capture import LossFunction, split_example
 from .runtime import checkpoint
 from .runtime.result import StepResult
@@ -76,9 +77,14 @@ class LocalPipeline:
         return results[0]  # type: ignore[no-any-return]
 
     def eval(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> EvalResult:
-        """Outputs as the last stage has them."""
+        """The outputs are whole: each part from the stage that made it."""
         results = self.each(lambda stage: stage.eval_work(inputs, targets, outputs=outputs))
-        return results[-1]  # type: ignore[no-any-return]
+        if outputs:
+            flat = [compat.tree_flatten(result.outputs) for result in results]
+            parts = zip(*(leaves for leaves, _ in flat), strict=True)
+            whole = [next((leaf for leaf in leaves if leaf is not None), None) for leaves in parts]
+            results[0].outputs = compat.tree_unflatten(whole, flat[0][1])
+        return results[0]  # type: ignore[no-any-return]
 
     def timeline(self) -> Timeline:
         return self.each(lambda stage: stage.timeline_work())[0]  # type: ignore[no-any-return]

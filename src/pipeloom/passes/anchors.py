@@ -62,14 +62,13 @@ def anchored_cuts(program: Program, order: list[fx.Node], like: CutPoints) -> li
         return list(like.positions)
     placed = set(order)
     home: list[int | None] = []
+    reached = 0
     for node in order:
-        chunks = {
-            c
-            for name in parameters_of(program, node, placed)
-            if len(like.homes.get(name, ())) == 1
-            for c in like.homes[name]
-        }
-        home.append(min(chunks) if chunks else None)
+        chunks = _homes(parameters_of(program, node, placed), like)
+        # a parameter with several homes is used again further on: in the nearest of them that isn't behind
+        ahead = [c for c in chunks if c >= reached] if len(chunks) > 1 else chunks
+        home.append(min(ahead, default=None))
+        reached = max(reached, home[-1] or 0)
     bytes_at = crossing_bytes(order)
     positions: list[int] = []
     for k in range(1, len(like.positions) + 1):
@@ -86,3 +85,9 @@ def anchored_cuts(program: Program, order: list[fx.Node], like: CutPoints) -> li
         ] or [high]
         positions.append(min(allowed, key=lambda p: (bytes_at[p], -p)))
     return positions
+
+
+def _homes(parameters: set[str], like: CutPoints) -> frozenset[int]:
+    """The chunks in which an op that reads all of these parameters can have been."""
+    known = [like.homes[name] for name in parameters if name in like.homes]
+    return frozenset.intersection(*known) if known else frozenset()
