@@ -34,7 +34,7 @@ TINY = [
         "--warmup",
         "2",
     ),
-    *("--micro-batches", "2", "--dropout", "0.2", "--eval-every", "4", "--save-every", "3", "--plain"),
+    *("--micro-batches", "2", "--dropout", "0.2", "--eval-every", "10", "--save-every", "20", "--plain"),
 ]
 COMMAND = [sys.executable, "-c", "from pipeloom.cli import main; main()", "train"]
 
@@ -128,15 +128,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     done = train(
-        *TINY, "--schedule", "ZBV", "--chunks", "2", "--steps", "5", "--sample", "20", "--out", str(tmp_path)
+        *TINY, "--schedule", "ZBV", "--chunks", "2", "--steps", "11", "--sample", "20", "--out", str(tmp_path)
     )
     assert done.returncode == 0, done.stderr
     folder = only_run(tmp_path)
     rows = metrics(folder)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row["held_out"] is not None for row in rows] == [False, False, False, True, True]
+    assert [row["step"] for row in rows] == list(range(1, 12))
+    assert [row["step"] for row in rows if row["held_out"] is not None] == [10, 11]
     assert all(len(row["busy"]) == 2 and row["tokens_per_second"] > 0 for row in rows)
-    assert json.loads((folder / "LATEST").read_text())["step"] == 5
+    assert json.loads((folder / "LATEST").read_text())["step"] == 11
     assert len((folder / "sample.txt").read_text()) == 64 + 20 + 1
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     page = (folder / "timeline.html").read_text()
@@ -165,11 +165,11 @@ def stopped(start: Callable[..., Started]) -> Callable[..., str]:
 def test_a_stopped_run_goes_on_with_the_losses_of_an_unbroken_one(
     tmp_path: Path, stopped: Callable[..., str]
 ) -> None:
-    options = [*TINY, "--steps", "150", "--sample", "0"]
+    options = [*TINY, "--steps", "60", "--sample", "0"]
     output = stopped(signal.SIGINT, *options)
     folder = only_run(tmp_path / "runs")
     last = metrics(folder)[-1]["step"]
-    assert last < 150, "it ended before it was stopped"
+    assert last < 60, "it ended before it was stopped"
     assert f"stopped after step {last}; go on with: pipeloom train --resume {folder}" in output
     assert json.loads((folder / "LATEST").read_text())["step"] == last
 
@@ -184,26 +184,6 @@ def test_sigterm_stops_a_run_like_ctrl_c(tmp_path: Path, stopped: Callable[..., 
     output = stopped(signal.SIGTERM, *TINY, "--steps", "100000")
     last = metrics(only_run(tmp_path / "runs"))[-1]["step"]
     assert f"stopped after step {last};" in output
-
-
-def test_a_time_limit_ends_a_run_well(tmp_path: Path) -> None:
-    done = train(
-        *TINY,
-        "--steps",
-        "100000",
-        "--minutes",
-        "0.01",
-        "--stages",
-        "1",
-        "--sample",
-        "0",
-        "--out",
-        str(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
-    folder = only_run(tmp_path)
-    assert json.loads((folder / "LATEST").read_text())["step"] == metrics(folder)[-1]["step"] < 100000
-    assert (folder / "timeline.html").exists()
 
 
 def test_no_rank_outlives_a_killed_launcher(start: Callable[..., Started]) -> None:
@@ -229,12 +209,3 @@ def test_what_can_t_be_run_is_told_once(tmp_path: Path) -> None:
         done.stderr
         == f"error: {tmp_path / 'none.txt'}: can't be read (No such file or directory); check the path\n"
     )
-
-
-def test_another_text_is_no_resume(tmp_path: Path) -> None:
-    done = train(*TINY, "--steps", "1", "--stages", "1", "--sample", "0", "--out", str(tmp_path / "runs"))
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "other.txt").write_text("abc" * 1000)
-    done = train("--resume", str(only_run(tmp_path / "runs")), "--text", str(tmp_path / "other.txt"))
-    assert done.returncode == 2
-    assert "was trained on another text; give the same --text as then" in done.stderr

@@ -52,6 +52,12 @@ def train(config: TrainConfig, resume: Path | None = None, *, plain: bool | None
     run = Run(config)
     run.begin(resume)
     console = TrainingConsole(_title(config), stages, config.steps, plain) if run.first else None
+    if run.done >= config.steps:
+        if console is not None:
+            console.message(
+                f"all {config.steps} steps are done in {run.folder.path}: give more --steps to go on"
+            )
+        return 0
     with Stop(run.ranks) as stop:
         if console is None:
             reason = run.steps(stop)
@@ -175,10 +181,8 @@ class Run:
                     f"stopped after step {self.done}; go on with: pipeloom train --resume {self.folder.path}"
                 )
             return
-        if self.done != self.config.steps or self._after != self._after:
+        if self.done != self.config.steps:
             self._after = self.held_out()
-        if self.pipe.steps == 0:  # resumed at its last step
-            return
         predicted, measured = self.pipe.plan.timeline(), self.pipe.timeline()
         if console is None:
             return
