@@ -334,6 +334,7 @@ class Pipeline:
                 updater=self.updater if training else None,
                 average=self.strategy.gradient_merge == "average",
                 overlap=self.strategy.enable_send_recv_overlap,
+                lists=plan.jobs,
             )
             self._divisions[key] = _Division(sets, plan, executor, captured[0].output_form)
             if len(self._divisions) > EXECUTORS:

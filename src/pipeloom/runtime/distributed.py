@@ -81,7 +81,7 @@ class DistributedTransport:
         #: everything under way, by number: kept here alone, because a Work keeps its group's sockets open
         self._works: dict[int, dist.Work] = {}
         self._started = 0
-        self._sends: list[tuple[int, Tensor, int, str]] = []
+        self._sends: dict[int, tuple[Tensor, int, str]] = {}
         self._pairs: dict[tuple[int, int, Channel], dist.ProcessGroup] = {}
         if pair_groups if pair_groups is not None else dist.get_backend(group) == "nccl":
             self._make_pairs(dist.get_process_group_ranks(group))
@@ -102,19 +102,24 @@ class DistributedTransport:
             raise TransferError(self.rank, peer, what, describe(error)) from error
         return _DistributedReceive(self, peer, what, buffer, number)
 
-    def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> None:
+    def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> int:
         what = f"send on channel {channel}, tag {tag}"
         group, target = self._way(self.rank, peer, channel, peer, what)
         try:
             number = self._start(dist.isend(tensor, group=group, group_dst=target, tag=tag))
         except RuntimeError as error:
             raise TransferError(self.rank, peer, what, describe(error)) from error
-        self._sends.append((number, tensor, peer, what))
+        self._sends[number] = (tensor, peer, what)
+        return number
+
+    def complete(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            found = self._sends.pop(number, None)
+            if found is not None:
+                self.wait(number, *found[1:])
 
     def flush(self) -> None:
-        sends, self._sends = self._sends, []
-        for number, _, peer, what in sends:
-            self.wait(number, peer, what)
+        self.complete(list(self._sends))
 
     def wait(self, number: int, peer: int, what: str) -> None:
         """Wait for one transfer of this rank. Raises TransferError."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..program.subprogram import ProgramSet
 from ..schedules.jobs import LoweredJob, Phase
 from . import tags
+from .completions import MessageId
 from .errors import JobError, StepError, TransferError
 from .gradients import finalize
 from .measure import Recorder
@@ -39,7 +40,8 @@ class Executor:
     jobs: this stage's lowered list. program_sets[m]: the programs of micro-batch m. placement[chunk] ->
     stage. updater: what the "update" phase does; None where the list has none (evaluation). average: False
     makes the loss a sum over micro-batches and leaves gradients unscaled (gradient_merge "sum"). overlap:
-    False waits for each send before the next job (enable_send_recv_overlap). Executors of one stage (other
+    False waits for each send before the next job (enable_send_recv_overlap). lists: the lowered jobs of all
+    stages, by which sent tensors are freed as soon as they are known to have arrived. Executors of one stage (other
     shapes, evaluation) share the store, the transport and the updater.
     """
 
@@ -55,8 +57,9 @@ class Executor:
         updater: Updater | None = None,
         average: bool = True,
         overlap: bool = True,
+        lists: Sequence[Sequence[LoweredJob]] = (),
     ):
-        self.plan: StaticPlan = compile_jobs(stage, jobs, program_sets, placement, store)
+        self.plan: StaticPlan = compile_jobs(stage, jobs, program_sets, placement, store, lists)
         self.recorder = Recorder(self.plan)
         self._programs = program_sets[0]
         self._store = store
@@ -170,7 +173,8 @@ class _Step:
         for scope, slot, micro_batch in plan.keys:
             self.scopes[scope][slot] = keys[micro_batch]
         self.buffers: dict[str, Tensor] = dict(self.store.buffers)
-        self.posted: dict[tuple[str, int, int, int], list[Receive]] = {}
+        self.posted: dict[MessageId, list[Receive]] = {}
+        self.sent: dict[MessageId, list[int]] = {}
         self.losses: list[Tensor | None] = [None] * plan.micro_batches
         self.weights: list[Tensor | None] = [None] * plan.micro_batches
         self.recorder = executor.recorder
@@ -241,12 +245,16 @@ class _Step:
             flat = yield from arrive(receive)
             if slot >= 0:
                 scope[slot] = wire.unpack(flat)
+        for done in message.completes:
+            self.transport.complete(self.sent.pop(done, ()))
 
     def send(self, message: Message) -> None:
         peer = message.transfer.peer
         scope = self.scopes[message.scope]
-        for i, (wire, slot) in enumerate(zip(message.wires, message.slots, strict=True)):
+        self.sent[message.transfer.message] = [
             self.transport.send(peer, message.channel, message.tag + i, wire.pack(scope[slot]))
+            for i, (wire, slot) in enumerate(zip(message.wires, message.slots, strict=True))
+        ]
         for slot in message.drops:
             scope[slot] = None
         if not self.executor._overlap:

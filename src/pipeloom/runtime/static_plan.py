@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..program.subprogram import Input, InputKind, ProgramSet, SubProgram
 from ..schedules.jobs import Direction, Job, LoweredJob, Phase, Transfer
+from .completions import MessageId, completions
 from .layout import Wire
 from .ledger import Ledger
 from .parameters import ParameterStore
@@ -61,6 +62,8 @@ class Message:
     wires: list[Wire]
     slots: list[int]
     drops: list[int] = field(default_factory=list)
+    #: own sends that are done once this message has arrived; recv only
+    completes: list[MessageId] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -105,9 +108,12 @@ def compile_jobs(
     program_sets: Sequence[ProgramSet],
     placement: Sequence[int],
     store: ParameterStore,
+    lists: Sequence[Sequence[LoweredJob]] = (),
 ) -> StaticPlan:
-    """Raises ValueError, naming the job, where the list and the programs don't fit together."""
-    return _Compiler(stage, jobs, program_sets, placement, store).plan()
+    """lists: the jobs of all stages, which tell when a send is done; without them, at the end of the step. Raises ValueError, naming
+    the job, where the list and the programs don't fit together."""
+    done = completions(stage, lists) if lists else {}
+    return _Compiler(stage, jobs, program_sets, placement, store, done).plan()
 
 
 class _Compiler:
@@ -118,8 +124,10 @@ class _Compiler:
         program_sets: Sequence[ProgramSet],
         placement: Sequence[int],
         store: ParameterStore,
+        completes: Mapping[MessageId, list[MessageId]],
     ):
         self.stage = stage
+        self.completes = completes
         self.sets = program_sets
         self.placement = placement
         self.store = store
@@ -370,6 +378,8 @@ class _Compiler:
             wires=[Wire.of(programs.values[name]) for name in names],
             slots=[],
         )
+        if job.action == "recv":
+            message.completes = self.completes.get(job.message, [])
         for name in names:
             key: _Key = ("value", name)
             if sending:

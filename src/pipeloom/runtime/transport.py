@@ -66,8 +66,13 @@ class Transport(Protocol):
         self, peer: int, channel: Channel, tag: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Receive: ...
 
-    def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> None:
-        """Start sending. The transport keeps `tensor` alive; nobody may write to it before `flush`."""
+    def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> int:
+        """Start sending; the send's number. The transport keeps `tensor` alive, and nobody may write to it, until `complete` or
+        `flush`."""
+        ...
+
+    def complete(self, numbers: Sequence[int]) -> None:
+        """Let go of sends that are known to be done (a later message of the receiver says so). Raises TransferError."""
         ...
 
     def flush(self) -> None:
@@ -156,9 +161,13 @@ class MemoryTransport:
         self._mail.posted.setdefault(address, deque()).append(receive)
         return receive
 
-    def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> None:
+    def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> int:
         address = (self.rank, peer, channel, tag)
         self._mail.sent.setdefault(address, deque()).append(tensor.clone())
+        return 0
+
+    def complete(self, numbers: Sequence[int]) -> None:
+        """Messages were copied: nothing is held."""
 
     def deliver(self, address: Address, wanted: _MemoryReceive) -> bool:
         """Hand the messages of an address to its receives, oldest first; whether `wanted` got one."""
