@@ -83,7 +83,8 @@ def _merges(
 
     def alone(node: fx.Node, below: fx.Node | None) -> bool:
         inside = [u for u in node.users if u in wanted and u is not below]
-        return node in wanted and node not in copies and node not in exported and not inside
+        other = below is not None and node in targets  # a gradient itself, and its transpose another
+        return node in wanted and node not in copies and node not in exported and not inside and not other
 
     for gradient, accumulators in targets.items():
         if len(accumulators) != 1:
