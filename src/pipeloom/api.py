@@ -4,8 +4,10 @@
     result = pipe.step(inputs, targets)
     print(float(result.loss))
 
-Every rank of a pipeline runs the same lines with the same batch. Inside, a step is a generator that yields where it waits for
-another rank (see `runtime.stepping`): over torch.distributed it is run to its end at once; `pipeloom.local` steps all ranks of one
+Every rank of a pipeline runs the same lines with the same batch. Inside, a step is a generator that yields where
+it waits for
+another rank (see `runtime.stepping`): over torch.distributed it is run to its end at once; `pipeloom.local` steps
+all ranks of one
 process in turn.
 """
 
@@ -65,12 +67,17 @@ def compile(
 ) -> Pipeline:
     """This rank's end of a pipeline that trains `model`.
 
-    loss_fn(output, targets) gives a 0-dim loss, or (sum, weight); None: the model returns its loss. example: (inputs, targets), or
-    inputs where loss_fn is None; its tensors may be meta or `torch.Size`. optimizer gets this rank's (name, parameter) pairs, and is
-    not called on a rank that trains nothing; scheduler gets the optimizer. mesh: a DeviceMesh with a dimension "pp"; without one, all
-    ranks of the default process group are the pipeline (one is made from torchrun's environment if there is none). pp_degree=1 needs none.
+    loss_fn(output, targets) gives a 0-dim loss, or (sum, weight); None: the model returns its loss. example:
+    (inputs, targets), or
+    inputs where loss_fn is None; its tensors may be meta or `torch.Size`. optimizer gets this rank's (name,
+    parameter) pairs, and is
+    not called on a rank that trains nothing; scheduler gets the optimizer. mesh: a DeviceMesh with a dimension
+    "pp"; without one, all
+    ranks of the default process group are the pipeline (one is made from torchrun's environment if there is none).
+    pp_degree=1 needs none.
 
-    A collective call of all ranks of the pipeline. The model's parameters that other ranks own are released. Raises StrategyError,
+    A collective call of all ranks of the pipeline. The model's parameters that other ranks own are released.
+    Raises StrategyError,
     CaptureError, ProgramError, PlanError, or ValueError, before anything of a step is sent.
     """
     inputs, targets = split_example(example, loss_fn)
@@ -87,7 +94,8 @@ def compile(
 
 
 class EvalResult:
-    """loss: 0-dim, the same on every rank, read when first asked for. outputs: the model's output for the whole batch, with None for the
+    """loss: 0-dim, the same on every rank, read when first asked for. outputs: the model's output for the whole
+    batch, with None for the
     parts that other ranks made; None unless it was asked for."""
 
     def __init__(self, result: StepResult, outputs: Any) -> None:
@@ -116,7 +124,8 @@ class _Division:
 class Pipeline:
     """One stage of a compiled model: `compile` makes it.
 
-    plan: the plan of the example's batch (`plan.predicted`, `plan.jobs`, `plan.show()`). stage: this rank's. model: the user's, with this
+    plan: the plan of the example's batch (`plan.predicted`, `plan.jobs`, `plan.show()`). stage: this rank's.
+    model: the user's, with this
     rank's parameters. timelines: of the steps in `strategy.profile`.
     """
 
@@ -154,16 +163,20 @@ class Pipeline:
     # ---- the user's calls
 
     def step(self, inputs: Any, targets: Any = None, *, update: bool = True) -> StepResult:
-        """One training step on a batch (the same on every rank): forward, backward, finalize, and the update unless update=False;
-        two such steps without an update add up. Returns at once; `result.loss`, `.grad_norm`, `.weight` and `.skipped` wait when read."""
+        """One training step on a batch (the same on every rank): forward, backward, finalize, and the update
+        unless update=False;
+        two such steps without an update add up. Returns at once; `result.loss`, `.grad_norm`, `.weight` and
+        `.skipped` wait when read."""
         return self.run(self.step_work(inputs, targets, update=update))
 
     def eval(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> EvalResult:
-        """The loss of a batch in evaluation mode, no gradients; the model's outputs where asked for. Any batch size, at any time."""
+        """The loss of a batch in evaluation mode, no gradients; the model's outputs where asked for. Any batch
+        size, at any time."""
         return self.run(self.eval_work(inputs, targets, outputs=outputs))
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """{parameter name: this rank's finalized gradient}, after `step(..., update=False)`. Views: they change with the next step."""
+        """{parameter name: this rank's finalized gradient}, after `step(..., update=False)`. Views: they change
+        with the next step."""
         return {g.name: g.view for g in self.store.gradients}
 
     def zero_grad(self) -> None:
@@ -188,7 +201,8 @@ class Pipeline:
         return self.run(self.timeline_work())
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Writes a checkpoint of all ranks: model, optimizer, scheduler, loss scaler and step. A collective call; the folder appears whole
+        """Writes a checkpoint of all ranks: model, optimizer, scheduler, loss scaler and step. A collective call;
+        the folder appears whole
         or not at all."""
         checkpoint.save(self, folder)
 
@@ -219,7 +233,8 @@ class Pipeline:
         strategy, planner, transport = self.strategy, self.planner, self.transport
         if transport.size != strategy.pp_degree:
             raise ValueError(
-                f"the strategy has pp_degree={strategy.pp_degree}, but the pipeline has {transport.size} rank(s): start that many "
+                f"the strategy has pp_degree={strategy.pp_degree}, but the pipeline has {transport.size} "
+                "rank(s): start that many "
                 "(torchrun --nproc-per-node), or change pp_degree"
             )
         leaves, form = flatten_batch(inputs, targets)
@@ -236,7 +251,8 @@ class Pipeline:
         yield from agreement.compare(
             transport,
             "program",
-            f"schedule {strategy.schedule_mode}, {strategy.pp_degree} stages × {strategy.vpp_degree} chunks, micro-batches {sizes}, "
+            f"schedule {strategy.schedule_mode}, {strategy.pp_degree} stages × {strategy.vpp_degree} chunks, "
+            f"micro-batches {sizes}, "
             f"leaves {[tuple(t.shape) for t in leaves]}, programs {digest_of([programs])[:16]}",
         )
         placement = planner.placement
@@ -378,7 +394,8 @@ class Pipeline:
     def _tangents(
         self, programs: ProgramSet, weights: list[float] | None, micro_batches: int, scale: float
     ) -> list[torch.Tensor]:
-        """The seeds of the backward: each micro-batch's share of the batch where weights are known, times the loss scale."""
+        """The seeds of the backward: each micro-batch's share of the batch where weights are known, times the loss
+        scale."""
         shares = [1.0] * micro_batches
         if weights is not None and self.strategy.gradient_merge == "average":
             shares = [w / sum(weights) for w in weights]
@@ -399,7 +416,8 @@ class Pipeline:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of an optimizer's state: what it holds, or, before its first step, what its kind will hold for each parameter."""
+    """Bytes of an optimizer's state: what it holds, or, before its first step, what its kind will hold for each
+    parameter."""
     if optimizer is None:
         return 0
     if optimizer.state:

@@ -1,7 +1,9 @@
 """The planner: a model, its loss and a Strategy become sub-programs and a Plan.
 
-The one place where passes and planning meet. A Planner captures once for each shape of micro-batch (static capture is faster than
-symbolic and has no trouble with sizes 0 and 1), applies the passes that the strategy asks for, and makes and keeps one plan for
+The one place where passes and planning meet. A Planner captures once for each shape of micro-batch (static capture
+is faster than
+symbolic and has no trouble with sizes 0 and 1), applies the passes that the strategy asks for, and makes and keeps
+one plan for
 each division of a batch. It holds no weights and no process group: what a rank runs is `api`'s business.
 """
 
@@ -47,7 +49,8 @@ class Captured:
 
 @dataclass
 class Measured:
-    """Seconds of sub-programs by structure, as timed on the ranks; `ratio[kind]` scales the roofline for shapes not timed."""
+    """Seconds of sub-programs by structure, as timed on the ranks; `ratio[kind]` scales the roofline for shapes
+    not timed."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     ratio: dict[str, float] = field(default_factory=dict)
@@ -120,7 +123,8 @@ class Planner:
     def schedule(
         self, micro_batches: int, unit_costs: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0)
     ) -> Schedule:
-        """The strategy's schedule for M micro-batches, each of F, B and W in ascending order (bit-equality rests on it)."""
+        """The strategy's schedule for M micro-batches, each of F, B and W in ascending order (bit-equality rests
+        on it)."""
         strategy = self.strategy
         return build(
             strategy.schedule_mode,
@@ -137,7 +141,8 @@ class Planner:
         return self.schedule(1).placement
 
     def plan(self, sets: Sequence[ProgramSet], *, training: bool, persistent: Sequence[int] = ()) -> Plan:
-        """The plan for micro-batches with these sub-programs, in order. persistent[stage]: bytes that are always alive there."""
+        """The plan for micro-batches with these sub-programs, in order. persistent[stage]: bytes that are always
+        alive there."""
         key = (training, tuple(id(s) for s in sets), tuple(persistent))
         if key not in self._plans:
             costs = self.costs(sets[0], persistent)
@@ -156,7 +161,8 @@ class Planner:
         return self._plans[key]
 
     def costs(self, programs: ProgramSet, persistent: Sequence[int] = ()) -> Costs:
-        """What the jobs of these programs cost: measured seconds where they are known, else a roofline; bytes from the graphs."""
+        """What the jobs of these programs cost: measured seconds where they are known, else a roofline; bytes from
+        the graphs."""
         chunks = range(programs.chunks)
 
         def of(kind: Kind) -> tuple[float, ...]:
@@ -245,7 +251,8 @@ def _bytes(programs: ProgramSet, names: set[str]) -> int:
 
 
 def _edges(sets: Sequence[ProgramSet]) -> list[Edge]:
-    """The edges of all micro-batches: an edge that only some shapes have is an edge of the plan (its other messages are empty)."""
+    """The edges of all micro-batches: an edge that only some shapes have is an edge of the plan (its other
+    messages are empty)."""
     found: dict[tuple[str, int, int], Edge] = {}
     distinct = {id(s): s for s in sets}.values()
     for edge in (e for s in distinct for e in s.edges()):

@@ -28,6 +28,7 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils.flop_counter import flop_registry
 
@@ -367,3 +368,11 @@ def boxed(graph: fx.Graph, root: nn.Module, name: str) -> fx.GraphModule:
     """A GraphModule whose call takes one list and empties it, so that an input can be freed at its last use."""
     graph.set_codegen(_BoxedCodeGen())
     return fx.GraphModule(root, graph, name)
+
+
+# ---- torch.distributed --------------------------------------------------------------------------------------------
+
+
+def store_of(prefix: str) -> distributed_c10d.PrefixStore:
+    """A part of the default process group's store, under names that begin with `prefix`."""
+    return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())

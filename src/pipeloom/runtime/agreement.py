@@ -47,8 +47,10 @@ def compare(transport: Transport, what: str, line: str) -> Work[None]:
     for rank, other in enumerate(lines):
         if other != lines[0]:
             raise DisagreementError(
-                f"rank {transport.rank}: ranks 0 and {rank} don't have the same {what}:\n  rank 0: {lines[0]}\n  rank {rank}: {other}\n"
-                "All ranks of a pipeline must build the same model (same class, sizes and training mode), strategy and batch."
+                f"rank {transport.rank}: ranks 0 and {rank} don't have the same {what}:\n  rank 0: "
+                f"{lines[0]}\n  rank {rank}: {other}\n"
+                "All ranks of a pipeline must build the same model (same class, sizes and training mode), "
+                "strategy and batch."
             )
 
 
@@ -64,7 +66,8 @@ def compare_batches(transport: Transport, leaves: Sequence[Tensor]) -> Work[None
         if row.tolist() != rows[0].tolist():
             what = "of other shapes" if int(row[0]) != int(rows[0][0]) else "with other values"
             raise DisagreementError(
-                f"rank {transport.rank}: rank {rank} was given a batch {what} than rank 0 (here: {shapes}). Every rank of a pipeline takes the "
+                f"rank {transport.rank}: rank {rank} was given a batch {what} than rank 0 (here: {shapes}). "
+                "Every rank of a pipeline takes the "
                 "same batch: seed the data loader alike, and don't shard it over the pipeline's ranks."
             )
 

@@ -1,7 +1,9 @@
 """Which sends are known to be done, and when.
 
-A sent tensor must live until its receiver has it. Waiting for that at the end of the step would keep every activation that was ever sent
-alive, and the bound on memory that a schedule is chosen for would be lost; polling a Gloo send tells nothing. But the lists say it:
+A sent tensor must live until its receiver has it. Waiting for that at the end of the step would keep every
+activation that was ever sent
+alive, and the bound on memory that a schedule is chosen for would be lost; polling a Gloo send tells nothing. But
+the lists say it:
 whatever a peer sends after it has received our message m tells us, when it arrives, that m is done.
 """
 

@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from ..program.compat import store_of
 from .distributed import DEFAULT_TIMEOUT, DistributedTransport
 from .failure import FailureWatch
 from .transport import MemoryTransport, Transport
@@ -58,7 +58,7 @@ def join(
     )
     name = group.group_name  # the same on all of the group's ranks
     transport = DistributedTransport(group, found, timeout)
-    watch = FailureWatch(PrefixStore(f"pipeloom/{name}", _get_default_store()), transport)
+    watch = FailureWatch(store_of(f"pipeloom/{name}"), transport)
     return Place(transport.rank, found, transport, watch)
 
 

@@ -219,11 +219,10 @@ class ParameterStore:
         for name in mine:
             path, _, last = name.rpartition(".")
             owner = self.module.get_submodule(path)
-            buffer = owner._buffers[last]
-            assert buffer is not None
+            buffer = owner.get_buffer(last)
             if buffer.device != self.device:
                 buffer = buffer.to(self.device)
-                owner._buffers[last] = buffer
+                setattr(owner, last, buffer)
             found[name] = buffer
         return found
 
@@ -303,16 +302,16 @@ def _buffer_holders(
 def _release(module: nn.Module, identities: set[int]) -> None:
     empty: dict[int, nn.Parameter] = {}
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and id(parameter) in identities:
+        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in identities:
                 if id(parameter) not in empty:
                     meta = torch.empty_like(parameter, device="meta")
                     empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-                owner._parameters[name] = empty[id(parameter)]
+                setattr(owner, name, empty[id(parameter)])
 
 
 def _release_buffers(module: nn.Module, identities: set[int]) -> None:
     for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and id(buffer) in identities:
-                owner._buffers[name] = torch.empty_like(buffer, device="meta")
+        for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) in identities:
+                setattr(owner, name, torch.empty_like(buffer, device="meta"))

@@ -110,7 +110,8 @@ def compile_jobs(
     store: ParameterStore,
     lists: Sequence[Sequence[LoweredJob]] = (),
 ) -> StaticPlan:
-    """lists: the jobs of all stages, which tell when a send is done; without them, at the end of the step. Raises ValueError, naming
+    """lists: the jobs of all stages, which tell when a send is done; without them, at the end of the step. Raises
+    ValueError, naming
     the job, where the list and the programs don't fit together."""
     done = completions(stage, lists) if lists else {}
     return _Compiler(stage, jobs, program_sets, placement, store, done).plan()

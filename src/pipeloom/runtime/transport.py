@@ -67,7 +67,8 @@ class Transport(Protocol):
     ) -> Receive: ...
 
     def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> int:
-        """Start sending; the send's number. The transport keeps `tensor` alive, and nobody may write to it, until `complete` or
+        """Start sending; the send's number. The transport keeps `tensor` alive, and nobody may write to it, until
+        `complete` or
         `flush`."""
         ...
 
