@@ -8,7 +8,7 @@ import pytest
 import torch
 from handmade import batch, eager, fleet
 
-from pipeloom.runtime.update import LossScaler, Updater
+from pipeloom.runtime.update import LossScaler, Updater, gradient_norm
 
 ROWS = [3, 2]
 PLACEMENTS = [(0, 0, 0), (0, 1, 2), (0, 1, 0)]
@@ -100,3 +100,22 @@ def test_the_scheduler_steps_with_the_optimizer():
     ranks.step(batch(ROWS), update=False)
     ranks.step(batch(ROWS))
     assert [u.optimizer.param_groups[0]["lr"] for u in ranks.updaters] == [0.05, 0.05]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (300, 7), (257, 300), (1 << 18,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_of_a_large_gradient_is_right(shape, dtype):
+    torch.manual_seed(0)
+    wild = torch.randn(shape, dtype=dtype) * 10.0 ** torch.randint(-6, 3, shape)
+    for gradient in (wild, torch.full(shape, 0.1, dtype=dtype)):
+        norm = gradient_norm(gradient)
+        assert norm.dtype == torch.float64
+        assert float(norm) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+
+
+def test_one_infinite_element_of_a_large_gradient_is_seen():
+    for value in (math.inf, math.nan):
+        for place in (0, -1):
+            gradient = torch.zeros(1 << 17 | 5)
+            gradient[place] = value
+            assert not torch.isfinite(gradient_norm(gradient))
