@@ -27,12 +27,14 @@ SAMPLES = 2  # in a micro-batch, so that one capture serves every number of them
 
 
 def variants() -> list[tuple[str, int, bool]]:
-    """(schedule, chunks a stage, split backward): all that the catalogue builds, with up to three chunks a stage."""
+    """(schedule, chunks a stage, split backward): all that the catalogue builds, with up to three chunks a stage.
+    FThenB, the dearest, is split for one chunk only: where W's go is VPP's rule."""
     return [
         (name, chunks, split)
         for name, entry in CATALOGUE.items()
         for chunks in ((entry.chunks,) if entry.chunks else (1, 2, 3))
         for split in ((True,) if entry.splits else (False, True))
+        if not (name == "FThenB" and split and chunks > 1)
     ]
 
 
@@ -74,6 +76,8 @@ def test_every_plan_is_bit_equal_to_one_stage(model: str, schedule: str, chunks:
             costs="roofline",
         )
         pipe = pipeline(case, strategy, case.batch(SAMPLES))
+        assert pipe.plan.chunks == chunks
+        assert pipe.plan.stages == stages
         for micro_batches in MICRO_BATCHES:
             outcome = pipe_outcome(pipe, case.batch(SAMPLES * micro_batches))
             different = outcome.differences(one_stage(model, micro_batches))
