@@ -57,7 +57,7 @@ def test_one_chunk_is_not_cut() -> None:
         (
             2,
             ["layer.1"],
-            r"no module of that name runs an op in the forward\. Some that do: layers\.0, layers\.1",
+            r"no module of that name runs an op in the forward\. Some that do: layers\.0, dropout, layers\.1",
         ),
         (3, ["layers.2", "layers.1"], r"the cut at 'layers\.1' leaves the chunk before it empty"),
         (3, ["layers.1", "layers.1"], r"the cut at 'layers\.1' leaves the chunk before it empty"),
@@ -126,10 +126,10 @@ def test_many_places_are_thinned_out_but_the_choice_stays_good() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(60)))
     program = capture_case(Case(model, squares, torch.Size([4, 8]), torch.Size([4, 8])))
     order = forward_order(program, replicated(program))
-    positions = balanced_cuts(program, order, 8, list(range(1, len(order))))
+    positions = balanced_cuts(program, order, 4, list(range(1, len(order))))
     costs = position_costs(program, order)
     parts = [sum(costs[a:b]) for a, b in zip([0, *positions], [*positions, len(order)], strict=True)]
-    assert max(parts) <= 1.15 * sum(costs) / 8
+    assert max(parts) <= 1.15 * sum(costs) / 4
 
 
 def test_batch_statistics_stay_in_one_chunk() -> None:

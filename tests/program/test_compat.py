@@ -11,6 +11,7 @@ from torch import nn
 
 import pipeloom
 from models import Chain, squares
+from oracle import prepared
 from pipeloom.program import compat
 from pipeloom.program.capture import CaptureError, capture
 
@@ -86,3 +87,13 @@ def test_flops_of_products_and_of_nothing() -> None:
     assert compat.flops_of(addmm) == 2 * 4 * 8 * 8
     assert compat.flops_of(program.loss) == 0
     assert all(compat.flops_of(n) == 0 for n in program.inputs)
+
+
+def test_flops_of_attention() -> None:
+    program = prepared("gpt")[1]
+    counted = {str(n.target): compat.flops_of(n) for n in program.ops() if "attention" in str(n.target)}
+    forward, backward = sorted(counted.values())
+    assert forward == 2 * 2 * (
+        4 * 2 * 6 * 6 * 4
+    )  # two products over (batch, heads, time, time, width of a head)
+    assert backward == 2.5 * forward

@@ -105,6 +105,7 @@ def twin_of(op: Any) -> Any:
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pipeloom::{name}", _positional(fake), lib=_LIBRARY)
     _TWINS[op] = getattr(torch.ops.pipeloom, name).default
+    compat.costs_like(_TWINS[op], op, added=2)
     return _TWINS[op]
 
 
