@@ -65,12 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(setting: Setting, options: argparse.Namespace) -> str:
     """Times everything; the report as Markdown."""
-    found = both_ranks(time_steps, setting, options.rounds, options.warm_up, timeout=options.timeout)[0]
+    listed = names(setting.pairs)
+    found = both_ranks(time_steps, setting, listed, options.rounds, options.warm_up, timeout=options.timeout)[
+        0
+    ]
     parts = [_described(setting, options.rounds), time_table(found, setting.pairs)]
     parts.append(overhead_text(found, setting.pairs))
     if options.memory:
         memory: dict[str, list[dict[str, Any]]] = {}
-        for name in names(setting.pairs):
+        for name in listed:
             if "unrecorded" not in name:
                 memory[name] = both_ranks(memory_growth, setting, name, timeout=options.timeout)
         parts.append(memory_table(memory))

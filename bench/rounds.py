@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contenders import Alone, Contender, Ours, build, names
+from contenders import Alone, Contender, Ours, build
 from pipeloom.runtime.agreement import compare_batches
 from pipeloom.runtime.stepping import finish
 from setting import Setting
@@ -29,9 +29,10 @@ TOLERANCE = 1e-5
 LOSS_TOLERANCE, DRIFT = 1e-6, 1e-4
 
 
-def time_steps(setting: Setting, rounds: int, warm_up: int) -> dict[str, Any]:
-    """seconds[contender][round], agreement with the reference, bubbles, and what a comparison of batches costs."""
-    contenders = {name: build(setting, name) for name in names(setting.pairs)}
+def time_steps(setting: Setting, listed: Sequence[str], rounds: int, warm_up: int) -> dict[str, Any]:
+    """seconds[contender][round], agreement with the reference, bubbles, and what a comparison of batches costs.
+    listed: names of contenders, "alone" among them (see `contenders.names`)."""
+    contenders = {name: build(setting, name) for name in listed}
     errors = compare_work(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     bubbles: dict[str, list[float]] = {
