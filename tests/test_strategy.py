@@ -33,9 +33,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"schedule_mode": "zzz"}, "there is no schedule 'zzz'. There are FThenB, 1F1B"),
     ({"schedule_mode": "Auto"}, r"schedule_mode \"auto\" \(the search\) is not built yet: name a schedule"),
-    ({"schedule_mode": "DualPipeV"}, "schedule_mode: schedule 'DualPipeV' is known but not built yet"),
-    ({"schedule_mode": "V-Half"}, "schedule_mode: schedule 'V-Half' is known but not built yet"),
-    ({"schedule_mode": "V-Min"}, "schedule_mode: schedule 'V-Min' is known but not built yet"),
+    (
+        {"schedule_mode": "DualPipeV"},
+        "DualPipeV runs 2 chunks a stage, but vpp_degree is 1: set vpp_degree=2",
+    ),
+    ({"schedule_mode": "V-Half"}, "V-Half runs 2 chunks a stage, but vpp_degree is 1"),
+    ({"schedule_mode": "V-Min", "vpp_degree": 3}, "V-Min runs 2 chunks a stage, but vpp_degree is 3"),
     ({"vpp_degree": 2}, "1F1B runs 1 chunk a stage, but vpp_degree is 2: set vpp_degree=1, or .*VPP"),
     ({"schedule_mode": "Eager1F1B", "vpp_degree": 3}, "Eager1F1B runs 1 chunk .* vpp_degree is 3"),
     ({"schedule_mode": "ZBH1", "vpp_degree": 2}, "ZBH1 runs 1 chunk a stage, but vpp_degree is 2.*ZBV"),
@@ -142,7 +145,7 @@ def test_the_default_is_one_stage_and_one_micro_batch() -> None:
     [
         ("GPipe", "FThenB", 1),
         ("fthenb", "FThenB", 3),
-        ("LoopedBFS", "FThenB", 2),
+        ("BFS", "LoopedBFS", 2),
         ("1f1b", "1F1B", 1),
         ("eager1f1b", "Eager1F1B", 1),
         ("Interleaved1F1B", "VPP", 3),
@@ -152,6 +155,9 @@ def test_the_default_is_one_stage_and_one_micro_batch() -> None:
         ("InterleavedZeroBubble", "InterleavedZeroBubble", 2),
         ("ZBVZeroBubble", "ZBV", 2),
         ("ZBVPP", "ZBV", 2),
+        ("v-half", "V-Half", 2),
+        ("VMin", "V-Min", 2),
+        ("dualpipev", "DualPipeV", 2),
     ],
 )
 def test_names_of_torch_and_paddle_are_aliases(given: str, own: str, chunks: int) -> None:

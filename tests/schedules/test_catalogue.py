@@ -110,12 +110,15 @@ def test_zbv_is_as_good_as_the_recorded_lists(case):
 
 
 def everything(stages=(1, 2, 3, 4, 5, 8), per_stage=4):
+    """Every M up to per_stage·S for small S, and the telling ones for others."""
     for name, entry in CATALOGUE.items():
         for s in stages:
+            telling = {1, 2, s - 1, s, s + 1, 2 * s - 1, 2 * s, 2 * s + 3, 3 * s, 4 * s - 1, 4 * s}
             for v in (entry.chunks,) if entry.chunks else (1, 2, 3, 4):
                 for m in range(1, per_stage * s + 1):
-                    for split in (True,) if entry.splits else (False, True):
-                        yield name, s, v, m, split
+                    if s < 5 or m in telling:
+                        for split in (True,) if entry.splits else (False, True):
+                            yield name, s, v, m, split
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -167,12 +170,16 @@ def peak_limit(name, s, v, m):
     group = m // max(1, m // s) + bool(m % max(1, m // s))
     return {
         "FThenB": v * m,
+        "LoopedBFS": v * m,
         "1F1B": min(s, m),
         "Eager1F1B": min(2 * s - 1, m),
         "VPP": v * m if m == s else min(v * m, 2 * (s - 1) + (v - 1) * group + 1),
         "ZBH1": min(s, m),
         "ZBH2": min(2 * s - 1, m),
         "ZBV": min(2 * s, 2 * m),
+        "V-Half": min(2 * ((s + 2) // 2), 2 * m),
+        "V-Min": min(2 * ((s + 4) // 3), 2 * m),
+        "DualPipeV": min(2 * s + 1, 2 * m),
         # the warm-up is shorter by s on stage s, and s W's are late
         "InterleavedZeroBubble": min(v * m, s + (v - 1) * group + 1),
     }[name]
@@ -202,6 +209,10 @@ def test_makespans_are_what_papers_say(s, m):
     assert bubble("InterleavedZeroBubble", 2) == (s - 1) / 2
     assert bubble("InterleavedZeroBubble", 4) == (s - 1) / 4
     assert bubble("ZBV", 2) == (s - 1) / 2
+    assert bubble("LoopedBFS", 2) == 3 * (s - 1) / 2
+    # half of 1F1B's and two thirds, up to one micro-batch and the rounding of their memory
+    assert bubble("V-Half", 2) <= 3 * (s - 1) / 2 + 1
+    assert bubble("V-Min", 2) <= 2 * (s - 1)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
@@ -242,7 +253,9 @@ def test_aliases_and_case():
     four = {"stages": 4, "micro_batches": 5}
     assert build("GPipe", **four) == build("FThenB", **four)
     assert build("interleaved1f1b", chunks=2, **four) == build("VPP", chunks=2, **four)
-    assert build("loopedbfs", chunks=2, **four) == build("FThenB", chunks=2, **four)
+    assert build("BFS", chunks=2, **four) == build("loopedbfs", chunks=2, **four)
+    assert build("LoopedBFS", chunks=2, **four).jobs == build("FThenB", chunks=2, **four).jobs
+    assert build("vhalf", chunks=2, **four).name == "V-Half"
     assert build("zbvpp", chunks=2, **four) == build("ZBV", chunks=2, **four)
     assert build("ZBVZeroBubble", chunks=2, **four).placement == (0, 1, 2, 3, 3, 2, 1, 0)
     assert build("ZB-H1", **four).name == "ZBH1"
@@ -254,8 +267,8 @@ def test_aliases_and_case():
     [
         ("1F1C", {}, r"no schedule '1F1C'. Did you mean 1F1B\? There are FThenB, 1F1B"),
         ("quux", {}, r"no schedule 'quux'. There are FThenB"),
-        ("DualPipeV", {"chunks": 2}, "known but not built yet"),
-        ("v-half", {"chunks": 2}, "known but not built yet"),
+        ("DualPipeV", {}, r"DualPipeV needs 2 chunks a stage \(got chunks=1\): pass chunks=2"),
+        ("v-half", {"chunks": 2, "split_backward": False}, "V-Half always splits backwards"),
         ("1F1B", {"chunks": 2}, r"1F1B runs one chunk a stage \(got chunks=2\): use VPP"),
         ("ZBV", {"chunks": 3}, r"ZBV needs 2 chunks a stage \(got chunks=3\)"),
         ("ZBV", {}, r"ZBV needs 2 chunks a stage \(got chunks=1\): pass chunks=2"),
@@ -268,6 +281,10 @@ def test_aliases_and_case():
         ("1F1B", {"split_backward": "yes"}, "split_backward must be True or False"),
         ("ZBV", {"chunks": 2, "unit_costs": (1, 2)}, "unit_costs are four numbers"),
         ("ZBV", {"chunks": 2, "unit_costs": (1, 2, float("nan"), 0)}, "unit_costs are four numbers"),
+        ("ZBV", {"chunks": 2, "unit_costs": (1, 2, float("inf"), 0)}, "unit_costs are four numbers"),
+        ("1F1B", {"memory_limit": "16GiB"}, "memory_limit must be a number of micro-batches on one stage"),
+        ("1F1B", {"memory_limit": float("nan")}, "memory_limit must be a number"),
+        ("1F1B", {"acts": [1, 1, 1, 1]}, "acts are what memory_limit counts: give both, or neither"),
     ],
 )
 def test_refusals_say_what_is_wrong(name, numbers, says):
@@ -278,7 +295,7 @@ def test_refusals_say_what_is_wrong(name, numbers, says):
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_docstrings_show_the_schedule(name):
     entry = CATALOGUE[name]
-    chunks = entry.chunks or (2 if name in ("VPP", "InterleavedZeroBubble") else 1)
+    chunks = entry.chunks or (2 if name in ("VPP", "LoopedBFS", "InterleavedZeroBubble") else 1)
     drawing = draw(build(name, stages=4, chunks=chunks, micro_batches=6), columns=22 if chunks > 1 else None)
     rows = [line.strip() for line in entry.policy.__doc__.splitlines()]
     assert [row for row in rows if row.startswith("stage ")] == drawing.splitlines()

@@ -11,6 +11,8 @@ never depends on costs. What then remains is where the backwards for the weights
     end      all W's end the list
     fill     wherever the stage would wait, or memory needs it (see weights.py)
 
+Schedules that no counter explains give their orders themselves: modulo schedules (modulo.py) and DualPipeV.
+
 The same idea, a counter merge over fixed queues, explains GPipe (Huang et al. 2019), 1F1B (Narayanan et al.
 2019), interleaved 1F1B (Narayanan et al. 2021), breadth-first (Lamy-Poirier 2023) and zero-bubble schedules
 (Qi et al. 2023).
@@ -66,17 +68,20 @@ WeightRule = Fuse | Lag | Hold | AtEnd | Fill
 Queue = list[int]
 
 
+#: a stage's jobs in order, as codes (see schedule.Coding)
+Order = list[int]
+
+
 @dataclass(frozen=True)
 class Policy:
-    """placement: chunk → stage. queues[stage]: the orders of forwards and of backwards, for `made_for`
-    micro-batches. limits[stage]: most chunk forwards in flight. made_for: 0, or a number of micro-batches
-    above the schedule's own; those beyond are dropped after the merge, which keeps the order safe and never
-    needs more memory."""
+    """placement: chunk → stage. orders[stage]: F's and B's as codes for `made_for` micro-batches. weights: where
+    the W's go; None where the orders hold them already. made_for: 0, or a number of micro-batches above the
+    schedule's own; those beyond are dropped from the orders, which keeps them safe and never needs more
+    memory."""
 
     placement: Placement
-    queues: Sequence[tuple[Queue, Queue]]
-    limits: Sequence[int]
-    weights: WeightRule
+    orders: Sequence[Order]
+    weights: WeightRule | None
     made_for: int = 0
 
 
@@ -106,7 +111,7 @@ def grouped(chunks: Sequence[int], groups: Sequence[int]) -> tuple[Queue, Queue]
     return forward, backward
 
 
-def merge(forward: Queue, backward: Queue, limit: int, shift: int) -> list[int]:
+def merge(forward: Queue, backward: Queue, limit: int, shift: int) -> Order:
     """The counter merge: `limit` forwards, then a backward and a forward in turn, then the backwards that are
     left. Backwards come out as their queue's code + `shift`."""
     warm = min(limit, len(forward))
@@ -118,16 +123,23 @@ def merge(forward: Queue, backward: Queue, limit: int, shift: int) -> list[int]:
     return forward[:warm] + middle + late[pairs:]
 
 
+def merged(
+    placement: Placement, queues: Sequence[tuple[Queue, Queue]], limits: Sequence[int], micro_batches: int
+) -> list[Order]:
+    """The counter merge on every stage."""
+    shift = BACKWARD_B * len(placement) * micro_batches
+    return [
+        merge(forward, backward, limit, shift)
+        for (forward, backward), limit in zip(queues, limits, strict=True)
+    ]
+
+
 def generate(name: str, policy: Policy, micro_batches: int) -> Schedule:
     """The schedule that a policy describes."""
     total = len(policy.placement)
-    made_for = policy.made_for or micro_batches
-    orders = [
-        merge(forward, backward, limit, BACKWARD_B * total * made_for)
-        for (forward, backward), limit in zip(policy.queues, policy.limits, strict=True)
-    ]
-    if made_for > micro_batches:
-        orders = [_drop(order, made_for, micro_batches) for order in orders]
+    orders = list(policy.orders)
+    if policy.made_for > micro_batches:
+        orders = [_drop(order, policy.made_for, micro_batches) for order in orders]
     return Schedule(
         name, policy.placement, micro_batches, _with_weights(policy, orders, total, micro_batches)
     )
@@ -162,6 +174,8 @@ def _drop(order: list[int], made_for: int, micro_batches: int) -> list[int]:
 
 def _with_weights(policy: Policy, orders: list[list[int]], total: int, micro_batches: int) -> list[list[int]]:
     rule = policy.weights
+    if rule is None:
+        return orders
     if isinstance(rule, Fill):
         return fill(orders, policy.placement, Coding(total, micro_batches), rule.slots, rule.fit, rule.costs)
     out = []

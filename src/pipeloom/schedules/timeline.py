@@ -57,8 +57,8 @@ class Timeline:
     unit: str = "s"
 
     def figures(self, peak_bytes: tuple[int, ...] = ()) -> StepFigures:
-        """The step's figures: both bubbles as in docs: global 1 − work / (S·makespan), span 1 − work / (S·longest span of one
-        rank), where work counts F, B, W and X and the makespan is that of those jobs."""
+        """The step's figures: both bubbles as in docs: global 1 − work / (S·makespan), span 1 − work / (S·longest
+        span of one rank), where work counts F, B, W and X and the makespan is that of those jobs."""
         work = [0.0] * self.ranks
         first = [float("inf")] * self.ranks
         last = [0.0] * self.ranks
