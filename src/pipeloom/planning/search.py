@@ -1,0 +1,339 @@
+"""schedule_mode "auto": the best order found over placements, chunks a stage and orders, with a bound.
+
+    found = search(8, 16, lambda placement, chunks: Costs.per_stage(8, chunks, 1, 1.1, 0.8, 0.1), memory_limit=8)
+    found.schedule, found.makespan, found.ratio        # ratio: makespan ÷ a time that no order can beat
+
+Each candidate (a placement and V) gets seeds (seeds.py); the best few anneal (anneal.py), in rounds that
+share the budget out: after each, the better third goes on with the same budget (successive halving, Jamieson
+and Talwalkar 2016). A candidate whose own bound is no better than what is found is dropped; at the bound of
+all candidates the search stops.
+
+The budget is counted in jobs timed ("visits"); one in seconds is turned into visits by the speed of the first
+moments, and cut at its end if need be. The same seed and visits give the same answer on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..schedules.jobs import Edge
+from ..schedules.schedule import Schedule, linear, loop, vee
+from .anneal import anneal
+from .bounds import lower_bound
+from .case import Case, Order, unit
+from .costs import Costs
+from .errors import PlanError
+from .lower import lower
+from .seeds import Seed, seeds
+from .simulate import simulate
+from .verify import ascending, verify
+
+Candidate = tuple[int, ...]
+
+PLACEMENTS: Final = ("linear", "loop", "v")
+
+#: annealings that begin, a candidate
+_ARMS = 2
+#: of each round's annealings, the share that goes on
+_KEEP = 3
+_ROUNDS = 3
+
+
+@dataclass
+class Tried:
+    """A candidate. bound: of its placement; seeds: how many fitted; seed_makespan: of the best of them, named
+    `seed`; makespan: the best in the end; visits: jobs timed. makespan is infinite where nothing fitted."""
+
+    placement: str
+    chunks: int
+    bound: float
+    seeds: int = 0
+    seed: str = ""
+    seed_makespan: float = math.inf
+    makespan: float = math.inf
+    visits: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer, in the units of the costs.
+
+    bound: no order of any candidate ends earlier; ratio: makespan ÷ bound. peak[stage]: bytes of its jobs;
+    stash[stage]: more bytes for receives that are posted ahead, in the lowered plan. seed: the order that the
+    annealing began with, and seed_makespan. named: makespan of the best named schedule that fits, infinite if
+    none does. visits, moves: jobs timed and moves tried; seconds: without compiling. late: the time ended
+    before the visits did, so another machine may find another answer.
+    """
+
+    schedule: Schedule
+    makespan: float
+    bound: float
+    ratio: float
+    peak: tuple[float, ...]
+    stash: tuple[float, ...]
+    placement: str
+    chunks: int
+    seed: str
+    seed_makespan: float
+    named: float
+    tried: tuple[Tried, ...]
+    visits: int
+    moves: int
+    seconds: float
+    late: bool
+
+
+@dataclass
+class _Arm:
+    """An annealing that goes on from round to round."""
+
+    case: Case
+    tried: Tried
+    seed: Seed
+    order: Order
+    makespan: float
+    rounds: int = field(default=0)
+
+
+def search(
+    stages: int,
+    micro_batches: int,
+    costs_of: Callable[[Candidate, int], Costs],
+    *,
+    edges_of: Callable[[Candidate, int], Sequence[Edge]] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    budget_seconds: float = 10.0,
+    visits: int | None = None,
+    chunks_allowed: Sequence[int] = (1, 2, 3, 4),
+    placements: Sequence[str] = PLACEMENTS,
+    seed: int = 0,
+) -> Found:
+    """The best schedule found for M micro-batches on S stages.
+
+    costs_of(placement, V), edges_of(placement, V): of each candidate's chunks; edges are a chain by default.
+    memory_limit: bytes for all stages or for each, persistent ones included, receives posted ahead not.
+    placements: "linear" (V 1), "loop" and "v" (V above 1). visits: the budget in jobs timed, instead of
+    seconds. Raises ValueError for bad arguments, PlanError("memory") where no order fits.
+    """
+    candidates = _candidates(stages, micro_batches, chunks_allowed, placements)
+    cases = []
+    tried = []
+    for name, chunks, placement in candidates:
+        edges = None if edges_of is None else edges_of(placement, chunks)
+        case = Case(placement, micro_batches, costs_of(placement, chunks), edges, memory_limit)
+        cases.append(case)
+        bound = lower_bound(placement, micro_batches, case.costs, case.edges, memory_limit)
+        tried.append(Tried(name, chunks, bound))
+    hunt = _Hunt(cases, tried, seed)
+    hunt.warm_up()
+    hunt.begin(budget_seconds, visits)
+    hunt.plant()
+    hunt.rounds()
+    return hunt.found()
+
+
+def _candidates(
+    stages: int, micro_batches: int, chunks_allowed: Sequence[int], placements: Sequence[str]
+) -> list[tuple[str, int, Candidate]]:
+    if stages < 1 or micro_batches < 1:
+        raise ValueError(f"stages and micro_batches must be at least 1 (got {stages}, {micro_batches})")
+    unknown = [p for p in placements if p not in PLACEMENTS]
+    if unknown or not placements:
+        raise ValueError(f"placements are {', '.join(PLACEMENTS)} (got {list(placements)!r})")
+    if not chunks_allowed or any(v < 1 for v in chunks_allowed):
+        raise ValueError(f"chunks_allowed are whole numbers of at least 1 (got {list(chunks_allowed)!r})")
+    out: dict[Candidate, tuple[str, int, Candidate]] = {}
+    for name in placements:
+        for chunks in sorted(set(chunks_allowed)):
+            if name == "linear" and chunks == 1:
+                placement = tuple(linear(stages))
+            elif name == "loop" and chunks > 1:
+                placement = tuple(loop(stages, chunks))
+            elif name == "v" and chunks > 1:
+                placement = tuple(vee(stages, chunks))
+            else:
+                continue
+            out.setdefault(placement, (name, chunks, placement))
+    if not out:
+        raise ValueError(
+            f"no placement of {list(placements)} takes {list(chunks_allowed)} chunks a stage: linear takes 1, "
+            "loop and v take 2 or more"
+        )
+    return list(out.values())
+
+
+class _Hunt:
+    """The state of one search."""
+
+    def __init__(self, cases: list[Case], tried: list[Tried], seed: int) -> None:
+        self.cases = cases
+        self.tried = tried
+        self.seed = seed
+        self.bound = min(t.bound for t in tried)
+        self.tiny = 1e-9 * max(self.bound, unit(cases[0]))
+        self.arms: list[_Arm] = []
+        self.best: _Arm | None = None
+        self.named = math.inf
+        self.used = self.moves = 0
+        self.late = False
+
+    def warm_up(self) -> None:
+        """Compiles, or loads what was compiled before, so that no budget pays for it."""
+        case = Case((0,), 2, Costs.uniform(1))
+        for planted in seeds(case, visits=0).found[:1]:
+            anneal(case, planted.order, visits=1)
+
+    def begin(self, budget_seconds: float, visits: int | None) -> None:
+        self.start = time.monotonic()
+        self.deadline = math.inf if visits is not None else self.start + budget_seconds
+        self.visits = visits
+
+    def plant(self) -> None:
+        """The seeds of all candidates, and from the time they took a budget in visits."""
+        allowance = self.visits if self.visits is not None else int(4e7 * (self.deadline - self.start))
+        for case, tried in zip(self.cases, self.tried, strict=True):
+            grown = seeds(case, visits=allowance // (4 * len(self.cases)))
+            tried.visits += grown.visits
+            self.used += grown.visits
+            tried.seeds = len(grown.found)
+            if grown.found:
+                tried.seed = grown.found[0].order.name
+                tried.seed_makespan = tried.makespan = grown.found[0].makespan
+            for planted in grown.found:
+                if planted.named:
+                    self.named = min(self.named, planted.makespan)
+            for planted in grown.found[:_ARMS]:
+                arm = _Arm(case, tried, planted, planted.order, planted.makespan)
+                self.arms.append(arm)
+                self._keep(arm)
+        if self.best is None:
+            raise PlanError("memory", self._too_little())
+        if self.visits is None:
+            self.visits = self.used + int(self._speed() * max(0.0, self.deadline - time.monotonic()))
+
+    def _speed(self) -> float:
+        """Jobs timed a second, by a short annealing."""
+        assert self.best is not None
+        if self._done():
+            return 0.0
+        begin = time.perf_counter()
+        run = anneal(self.best.case, self.best.order, visits=2_000_000, seed=self.seed)
+        return run.visits / max(time.perf_counter() - begin, 1e-9)
+
+    def rounds(self) -> None:
+        assert self.visits is not None
+        for number in range(_ROUNDS):
+            self.arms = sorted(
+                (arm for arm in self.arms if arm.tried.bound < self._makespan() - self.tiny),
+                key=lambda arm: arm.makespan,
+            )
+            if number:
+                self.arms = self.arms[: max(1, math.ceil(len(self.arms) / _KEEP))]
+            left = self.visits - self.used
+            share = left // (_ROUNDS - number)
+            for index, arm in enumerate(self.arms):
+                if self._done() or self.late:
+                    return
+                self._improve(arm, share // (len(self.arms) - index), number)
+                share -= self.used_last
+            if not self.arms:
+                return
+
+    def _improve(self, arm: _Arm, visits: int, number: int) -> None:
+        run = anneal(
+            arm.case,
+            arm.order,
+            visits=visits,
+            seed=self.seed * 1009 + number * 101 + self.arms.index(arm),
+            hot=0.05,
+            cold=0.004,
+            cycles=1 if number == 0 else 3,
+            goal=arm.tried.bound,
+            deadline=self.deadline,
+        )
+        self.used_last = run.visits
+        self.used += run.visits
+        self.moves += run.moves
+        self.late = self.late or run.late
+        arm.order, arm.makespan = run.order, run.makespan
+        arm.tried.visits += run.visits
+        arm.tried.makespan = min(arm.tried.makespan, run.makespan)
+        self._keep(arm)
+
+    def _keep(self, arm: _Arm) -> None:
+        if self.best is None or arm.makespan < self.best.makespan - self.tiny:
+            self.best = _Arm(arm.case, arm.tried, arm.seed, arm.order, arm.makespan)
+
+    def _makespan(self) -> float:
+        return math.inf if self.best is None else self.best.makespan
+
+    def _done(self) -> bool:
+        return self._makespan() <= self.bound + self.tiny
+
+    def _too_little(self) -> str:
+        lines = []
+        for case, tried in zip(self.cases, self.tried, strict=True):
+            base = [*case.costs.persistent, *[0.0] * case.stages][: case.stages]
+            least = [float(x) + b for x, b in zip(case.least(), base, strict=True)]
+            worst = max(range(case.stages), key=least.__getitem__)
+            lines.append(
+                f"{tried.placement}, {tried.chunks} chunks a stage: {least[worst]:,.6g} on stage {worst}"
+            )
+        return (
+            "no order fits the memory limit. One micro-batch alone needs, in the units of the costs: "
+            + "; ".join(lines)
+            + ": allow more, take smaller micro-batches, more stages, or recompute"
+        )
+
+    def found(self) -> Found:
+        """The best, verified."""
+        best = self.best
+        assert best is not None
+        case = best.case
+        schedule = case.decode(Order("auto", best.order.entries))
+        lowered = lower(schedule, case.edges, case.costs)
+        verify(lowered)
+        simulation = simulate(schedule, case.costs, case.edges)
+        if not ascending(schedule):
+            raise PlanError("order", "auto: micro-batches don't ascend (a defect of the search)")
+        if abs(simulation.makespan - best.makespan) > 1e-6 * max(best.makespan, self.tiny):
+            raise PlanError(
+                "time",
+                f"auto: the search timed {best.makespan:.9g} and the simulator {simulation.makespan:.9g} (a "
+                "defect of the search)",
+            )
+        _check_memory(simulation.peak, case)
+        whole = simulate(schedule, case.costs, case.edges, lowered)
+        return Found(
+            schedule,
+            simulation.makespan,
+            self.bound,
+            simulation.makespan / self.bound if self.bound > 0 else 1.0,
+            simulation.peak,
+            tuple(a - b for a, b in zip(whole.peak, simulation.peak, strict=True)),
+            best.tried.placement,
+            best.tried.chunks,
+            best.seed.order.name,
+            best.seed.makespan,
+            self.named,
+            tuple(self.tried),
+            self.used,
+            self.moves,
+            time.monotonic() - self.start,
+            self.late,
+        )
+
+
+def _check_memory(peak: Sequence[float], case: Case) -> None:
+    base = [*case.costs.persistent, *[0.0] * case.stages][: case.stages]
+    for stage, (most, limit) in enumerate(zip(peak, case.arrays.limit.tolist(), strict=True)):
+        if most - base[stage] > limit:
+            raise PlanError(
+                "memory",
+                f"auto: stage {stage} needs {most:,.6g} bytes and may use {limit + base[stage]:,.6g} (a defect of "
+                "the search)",
+            )
