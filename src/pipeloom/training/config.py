@@ -2,7 +2,7 @@
 starts.
 
     [train]                         [model]               [strategy]
-    steps = 440                     width = 192           pp_degree = 2
+    steps = 400                     width = 192           pp_degree = 2
     batch_size = 16                 layers = 6            schedule_mode = "ZBV"
     lr = 2e-3                       heads = 6             vpp_degree = 2
     text = "shakespeare.txt"        dropout = 0.1         accumulate_steps = 8
@@ -67,7 +67,7 @@ class TrainConfig:
     text. keep: checkpoints kept. sample: characters written by the trained model at the end; 0 for none.
     """
 
-    steps: int = 440
+    steps: int = 400
     minutes: float | None = None
     batch_size: int = 16
     lr: float = 2e-3
