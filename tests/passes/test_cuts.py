@@ -14,11 +14,10 @@ from pipeloom.passes.cost_model import op_seconds
 from pipeloom.passes.cuts import (
     balanced_cuts,
     choose_cuts,
-    crossing_bytes,
     forward_order,
-    position_costs,
     replicated,
 )
+from pipeloom.passes.pieces import crossing_bytes, pieces_of
 from pipeloom.program import compat
 from pipeloom.program.ir import Program, ProgramError
 
@@ -81,7 +80,7 @@ def test_automatic_cuts_balance_the_cost() -> None:
     program = capture_case(case)
     free = replicated(program)
     order = forward_order(program, free)
-    costs = position_costs(program, order)
+    costs = pieces_of(program, order, []).seconds()
     (position,) = choose_cuts(program, 2, None, free)
     best = min(max(sum(costs[:p]), sum(costs[p:])) for p in range(1, len(order)))
     assert max(sum(costs[:position]), sum(costs[position:])) <= best * 1.1
@@ -115,7 +114,7 @@ def test_bytes_over_a_cut_count_skips() -> None:
 def test_costs_include_the_backward() -> None:
     program = prepared("chain")[1]
     order = forward_order(program, replicated(program))
-    costs = position_costs(program, order)
+    costs = pieces_of(program, order, []).seconds()
     product = next(i for i, n in enumerate(order) if n.target is torch.ops.aten.addmm.default)
     assert costs[product] > 1.5 * op_seconds(order[product])
     backward = sum(op_seconds(n) for n in program.live() if n.op == "call_function")
@@ -127,7 +126,7 @@ def test_many_places_are_thinned_out_but_the_choice_stays_good() -> None:
     program = capture_case(Case(model, squares, torch.Size([4, 8]), torch.Size([4, 8])))
     order = forward_order(program, replicated(program))
     positions = balanced_cuts(program, order, 4, list(range(1, len(order))))
-    costs = position_costs(program, order)
+    costs = pieces_of(program, order, []).seconds()
     parts = [sum(costs[a:b]) for a, b in zip([0, *positions], [*positions, len(order)], strict=True)]
     assert max(parts) <= 1.15 * sum(costs) / 4
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models import Case, NormChain, build, squares
-from oracle import Reference, capture_case, cut, eager, leaves_of, run_programs, worst_error
+from oracle import Reference, capture_case, cut, eager, leaves_of, prepared, run_programs, worst_error
 from pipeloom.passes import build_pass
 from pipeloom.passes.random_keys import key_of
 from pipeloom.program import compat
@@ -23,8 +23,10 @@ KEY = key_of(2, 3, 1)
 def programs_of(
     name: str, chunks: int, recompute: bool = True, cuts: tuple[str, ...] | None = None
 ) -> ProgramSet:
-    more = [build_pass("recompute")] if recompute else []
-    return cut(capture_case(build(name).double()), chunks, more=more, cuts=cuts)
+    if not recompute or name == "gpt_dropout":  # nothing rewrites the graph: the shared capture will do
+        more = [build_pass("recompute")] if recompute else []
+        return cut(prepared(name)[1], chunks, more=more, cuts=cuts)
+    return cut(capture_case(build(name).double()), chunks, more=[build_pass("recompute")], cuts=cuts)
 
 
 @functools.cache
