@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..program.ir import Program, ProgramError, is_getitem, target_name
-from .cuts import crossing_bytes
+from .pieces import crossing_bytes, parameters_of
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,6 @@ class CutPoints:
             tuple(positions),
             {name: frozenset(chunks) for name, chunks in homes.items()},
         )
-
-
-def parameters_of(program: Program, node: fx.Node, placed: set[fx.Node]) -> set[str]:
-    """The parameters that an op reads: itself, or through views and casts that belong to no chunk."""
-    found: set[str] = set()
-    todo = list(node.all_input_nodes)
-    while todo:
-        source = todo.pop()
-        desc = program.inputs.get(source)
-        if desc is not None and desc.kind == "param":
-            found.add(desc.name)
-        elif source.op == "call_function" and source not in placed:
-            todo.extend(source.all_input_nodes)
-    return found
 
 
 def anchored_cuts(program: Program, order: list[fx.Node], like: CutPoints) -> list[int]:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
+from ..planning.partition import PartitionError, balanced
 from ..program import compat
-from ..program.ir import ROLE, OpRole, Program, ProgramError, is_getitem, nbytes
-from .cost_model import LINK_BYTES_PER_SECOND, op_seconds
+from ..program.ir import ROLE, OpRole, Program, ProgramError, is_getitem
+from .pieces import pieces_of
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default})
 
@@ -142,96 +143,10 @@ def _named(names: list[str], cuts: list[str], chunks: int) -> list[int]:
     return positions
 
 
-def crossing_bytes(order: list[fx.Node]) -> list[int]:
-    """bytes[i]: what forward ops before position i make and forward ops from i on read."""
-    index = {n: i for i, n in enumerate(order)}
-    change = [0] * (len(order) + 2)
-    for i, node in enumerate(order):
-        last = max((index[u] for u in node.users if u in index), default=i)
-        size = sum(nbytes(t) for t in compat.fake_values(node))
-        if last > i:
-            change[i + 1] += size
-            change[last + 1] -= size
-    total = 0
-    result = []
-    for i in range(len(order) + 1):
-        total += change[i]
-        result.append(total)
-    return result
-
-
-def position_costs(program: Program, order: list[fx.Node]) -> list[float]:
-    """Seconds of each forward op with the backward ops that are its derivative."""
-    costs = [op_seconds(n) for n in order]
-    by_number: dict[int | None, int] = {}
-    for i, node in enumerate(order):
-        number = compat.sequence_number(node)
-        if number is not None:
-            by_number.setdefault(number, i)
-    for node in program.live():
-        if node.op == "call_function" and compat.is_backward(node):
-            at = by_number.get(compat.sequence_number(node))
-            if at is not None:
-                costs[at] += op_seconds(node)
-    return costs
-
-
 def balanced_cuts(program: Program, order: list[fx.Node], chunks: int, allowed: list[int]) -> list[int]:
-    """The chunks − 1 of the allowed positions that make the dearest chunk (its ops, and what it sends) cheapest; among
-    those within two per cent of the best, the ones over which the fewest bytes cross."""
-    bytes_at = crossing_bytes(order)
-    costs = position_costs(program, order)
-    prefix = [0.0]
-    for c in costs:
-        prefix.append(prefix[-1] + c)
-    points = [0, *_thinned(allowed, bytes_at, prefix, chunks), len(order)]
-    link = [2 * bytes_at[p] / LINK_BYTES_PER_SECOND for p in points]  # the activation up, its gradient down
-    n = len(points)
-
-    def cost(a: int, b: int) -> float:
-        return prefix[points[b]] - prefix[points[a]] + (link[b] if b < n - 1 else 0.0)
-
-    infinity = float("inf")
-    best = [[infinity] * n for _ in range(chunks + 1)]
-    best[0][0] = 0.0
-    for k in range(1, chunks + 1):
-        for b in range(k, n):
-            best[k][b] = min((max(best[k - 1][a], cost(a, b)) for a in range(k - 1, b)), default=infinity)
-    limit = best[chunks][n - 1] * 1.02
-    fewest = [[infinity] * n for _ in range(chunks + 1)]
-    origin = [[-1] * n for _ in range(chunks + 1)]
-    fewest[0][0] = 0.0
-    for k in range(1, chunks + 1):
-        for b in range(k, n):
-            for a in range(k - 1, b):
-                if cost(a, b) <= limit:
-                    total = fewest[k - 1][a] + (bytes_at[points[b]] if b < n - 1 else 0)
-                    if total < fewest[k][b]:
-                        fewest[k][b], origin[k][b] = total, a
-    cuts: list[int] = []
-    b = n - 1
-    for k in range(chunks, 1, -1):
-        b = origin[k][b]
-        cuts.append(points[b])
-    return cuts[::-1]
-
-
-def _thinned(
-    allowed: list[int], bytes_at: list[int], prefix: list[float], chunks: int, most: int = 160
-) -> list[int]:
-    """At most `most` positions (or twice the chunks): those where little crosses, spread over the model's cost,
-    so that the dynamic programming stays small on models of thousands of ops."""
-    most = max(most, 2 * chunks)
-    if len(allowed) <= most:
-        return allowed
-    total = prefix[-1] or 1.0
-    bins: dict[int, int] = {}
-    for p in allowed:
-        slot = min(int(prefix[p] / total * most), most - 1)
-        if slot not in bins or bytes_at[p] < bytes_at[bins[slot]]:
-            bins[slot] = p
-    kept = sorted(set(bins.values()))
-    if len(kept) < chunks - 1:
-        step = len(allowed) / most
-        kept = sorted({*kept, *(allowed[int(i * step)] for i in range(most))})
-    return kept
+    """The chunks − 1 of the allowed positions that make the dearest chunk cheapest and let the fewest bytes cross
+    (`planning.partition`)."""
+    try:
+        return balanced(pieces_of(program, order, allowed), chunks)
+    except PartitionError as error:
+        raise ProgramError(str(error)) from error

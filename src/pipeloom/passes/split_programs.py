@@ -225,7 +225,7 @@ class _Splitter:
             call, graph = twin.call, twin.graph
             flops, moved, peak = twin.flops, twin.moved, twin.peak_bytes
         else:
-            call, graph = graph_module.forward, graph_module
+            call, graph = compat.straight(graph_module), graph_module
             flops, moved = totals(graph_module.graph.nodes)
             owned = {i.name for i in inputs if i.op != "placeholder"}
             peak = peak_bytes(graph_module.graph, owned if kind != "F" else ())

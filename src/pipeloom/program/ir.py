@@ -10,6 +10,7 @@ PaddlePaddle's static programs: `op_role` and `chunk_id`.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -89,6 +90,20 @@ class Program:
             if desc.kind == "output" and desc.name == index:
                 return node
         raise ProgramError(f"the program has no output {index}")
+
+    def copy(self) -> Program:
+        """A program of its own nodes, so that it can be labelled and rewritten in another way. Constants are shared."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        result = graph.graph_copy(self.graph, copies)
+        graph.output(result)
+        return dataclasses.replace(
+            self,
+            graph_module=fx.GraphModule(self.graph_module, graph),
+            inputs={copies[n]: desc for n, desc in self.inputs.items()},
+            outputs=[(copies[n], desc) for n, desc in self.outputs],
+            aliases=dict(self.aliases),
+        )
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Says that `new` stands for `old` among the outputs (a pass that rewrites an output must)."""
