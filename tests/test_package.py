@@ -18,7 +18,7 @@ FLOORS = {
     "schedules": 0,
     "program": 1,
     "strategy": 2,
-    "planning": 2,
+    "planning": 1,  # pure: it imports schedules alone; passes ask it where to cut
     "passes": 2,
     "runtime": 2,
     "planner": 3,
