@@ -60,8 +60,8 @@ def test_memory_of_each_kind_by_hand():
     )  # fmt: skip
     schedule = Schedule.from_jobs("mine", [0], 2, [["F0.0", "F0.1", "B0.0", "W0.0", "X0.1"]])
     level = simulate(schedule, costs, []).memory[0]
-    assert level.after == [105, 110, 114, 105, 100]
-    assert level.during == [111, 116, 117, 115, 105]
+    assert level.after.tolist() == [105, 110, 114, 105, 100]
+    assert level.during.tolist() == [111, 116, 117, 115, 105]
     assert level.peak == 117
 
 
@@ -74,8 +74,8 @@ def test_buffers_count_from_their_post():
     posts = [str(job) for job in lowered.jobs[1] if str(job).startswith("post")]
     assert len(posts) == 2
     # both receives are posted when stage 1 begins; each buffer goes with the F that reads it
-    assert simulation.memory[1].during == [2010, 1010, 1010, 10]
-    assert simulation.memory[1].after == [1010, 1000, 10, 0]
+    assert simulation.memory[1].during.tolist() == [2010, 1010, 1010, 10]
+    assert simulation.memory[1].after.tolist() == [1010, 1000, 10, 0]
 
 
 def test_the_timeline_has_it_all():

@@ -37,7 +37,12 @@ class Costs:
       workspace      needed at the worst moment of a job beyond what was alive before it, results included;
                      one number a chunk, or {kind: one number a chunk}
     X is B and W at once. persistent[stage]: bytes that are always alive.
-    finalize, update: durations of the two jobs that end a step on every stage.
+
+    finalize, update: durations of the two jobs that end a step on every stage. reduce[chunk]: of the reduction of a
+    chunk's gradients over data-parallel replicas, which runs beside other jobs from the chunk's last W on, one at a
+    time on a stage; finalize waits for a stage's.
+    exclusive_links: a link from one stage to another carries one message at a time, for bytes / bandwidth (or comm);
+    otherwise messages don't slow each other.
     """
 
     forward: Numbers
@@ -56,6 +61,8 @@ class Costs:
     finalize: float = 0.0
     update: float = 0.0
     unit: str = "s"
+    reduce: Numbers = ()
+    exclusive_links: bool = False
 
     def __post_init__(self) -> None:
         chunks = len(self.forward)
@@ -63,7 +70,7 @@ class Costs:
         self._set("backward", self.backward or whole)
         for name in ("forward", "backward_b", "backward_w", "backward"):
             self._set(name, _checked(name, getattr(self, name), chunks))
-        for name in ("held_forward", "held_weight", "held_backward"):
+        for name in ("held_forward", "held_weight", "held_backward", "reduce"):
             self._set(name, _checked(name, getattr(self, name) or (0.0,) * chunks, chunks))
         work = self.workspace or (0.0,) * chunks
         by_kind = work if isinstance(work, Mapping) else dict.fromkeys(KINDS, work)
@@ -136,6 +143,14 @@ class Costs:
             return self.comm
         latency, bandwidth = self.links.get((sender, receiver), (self.latency, self.bandwidth))
         return latency + edge.nbytes / bandwidth
+
+    def occupancy(self, edge: Edge, placement: Placement) -> float:
+        """How long a message of an edge keeps its link from others, if links are exclusive."""
+        sender, receiver = placement[edge.source], placement[edge.target]
+        if sender == receiver or self.comm is not None:
+            return self.delay(edge, placement)
+        _, bandwidth = self.links.get((sender, receiver), (self.latency, self.bandwidth))
+        return edge.nbytes / bandwidth
 
     def workspace_of(self, kind: Kind, chunk: int) -> float:
         assert isinstance(self.workspace, Mapping)  # __post_init__ made it so

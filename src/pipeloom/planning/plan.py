@@ -17,13 +17,16 @@ from ..schedules.jobs import Edge, LoweredJob
 from ..schedules.schedule import Schedule
 from ..schedules.timeline import StepFigures, Timeline
 from .costs import Costs
-from .lower import Lowered, lower
+from .entries import PHASES, CodedLists, EntryCoding
+from .lower import Lowered, lower, recognised
 from .simulate import Simulation, simulate
 from .verify import ascending, verify
-from .words import parse
+from .words import pack, parse, unpack
 
 _FORMAT = 1
 _COLUMNS = 28
+#: entries of a plan that are written as text
+_MOST_TEXT = 200_000
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ class Plan:
         ascending_chunks: Collection[int] = (),
     ) -> Plan:
         """The plan for lists from anywhere: verifies and simulates them."""
-        verify(lowered, costs=costs, memory_limit=memory_limit, ascending_chunks=ascending_chunks)
+        known = lowered if lowered.certificate is not None else recognised(lowered, costs)
+        verify(known, costs=costs, memory_limit=memory_limit, ascending_chunks=ascending_chunks)
         limit = tuple(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit
-        return cls(lowered, costs, limit, simulate(lowered.schedule(), costs, lowered=lowered))
+        return cls(known, costs, limit, simulate(known.schedule(), costs, lowered=known))
 
     @property
     def schedule(self) -> str:
@@ -91,7 +95,7 @@ class Plan:
         return self.lowered.edges
 
     @property
-    def jobs(self) -> tuple[tuple[LoweredJob, ...], ...]:
+    def jobs(self) -> Sequence[Sequence[LoweredJob]]:
         """jobs[stage]: the list that the stage's rank walks."""
         return self.lowered.jobs
 
@@ -111,12 +115,21 @@ class Plan:
     def digest(self) -> str:
         """A hash of what all ranks must agree on: placement, edges and lists, and not of what they are
         thought to cost."""
-        data = self.to_json()
-        agreed = {name: data[name] for name in ("placement", "micro_batches", "edges", "jobs")}
-        return hashlib.sha256(json.dumps(agreed, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
+        lowered = self.lowered
+        agreed = [lowered.placement, lowered.micro_batches, lowered.forward_only, lowered.edges]
+        digest = hashlib.sha256(json.dumps(agreed, separators=(",", ":")).encode())
+        for codes in lowered.codes:
+            digest.update(len(codes).to_bytes(8, "little"))
+            digest.update(codes.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values. jobs: lists of text; of a plan with very many entries, packed codes instead."""
         lowered = self.lowered
+        if sum(map(len, lowered.codes)) <= _MOST_TEXT:
+            lists: dict[str, Any] = {"jobs": [[str(job) for job in jobs] for jobs in lowered.jobs]}
+        else:
+            lists = {"codes": [pack(codes) for codes in lowered.codes]}
         return {
             "format": _FORMAT,
             "schedule": lowered.name,
@@ -124,7 +137,7 @@ class Plan:
             "micro_batches": lowered.micro_batches,
             "forward_only": lowered.forward_only,
             "edges": [list(edge) for edge in lowered.edges],
-            "jobs": [[str(job) for job in jobs] for jobs in lowered.jobs],
+            **lists,
             "costs": self.costs.to_json(),
             "memory_limit": list(self.memory_limit)
             if isinstance(self.memory_limit, tuple)
@@ -137,13 +150,16 @@ class Plan:
         if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
             raise ValueError(f"not a plan of format {_FORMAT}: write it with Plan.to_json")
         try:
+            placement = tuple(int(stage) for stage in data["placement"])
+            edges = tuple(Edge(str(d), int(s), int(t), int(n)) for d, s, t, n in data["edges"])  # type: ignore[arg-type]
+            coding = EntryCoding(placement, int(data["micro_batches"]), edges)
             lowered = Lowered(
                 str(data["schedule"]),
-                tuple(int(stage) for stage in data["placement"]),
-                int(data["micro_batches"]),
-                tuple(Edge(str(d), int(s), int(t), int(n)) for d, s, t, n in data["edges"]),  # type: ignore[arg-type]
-                tuple(tuple(parse(text) for text in jobs) for jobs in data["jobs"]),
-                forward_only=bool(data["forward_only"]),
+                placement,
+                coding.micro_batches,
+                edges,
+                _lists(data, coding),
+                bool(data["forward_only"]),
             )
             limit, costs = data["memory_limit"], Costs.from_json(data["costs"])
         except KeyError as missing:
@@ -169,14 +185,21 @@ class Plan:
             f"step, {figures.bubble_span:.1%} of the longest span",
             f"{'stage':>5}  {'busy':>5}  {'peak':>9}  {'jobs':>5}  {'sends':>5}  chunks",
         ]
-        for stage, jobs in enumerate(self.jobs):
+        for stage in range(self.stages):
             own = [str(c) for c, on in enumerate(self.placement) if on == stage]
-            sends = sum(getattr(job, "action", "") == "send" for job in jobs)
+            sends = self.lowered.coding.sends(self.lowered.codes[stage])
             lines.append(
                 f"{stage:>5}  {figures.busy[stage]:>5.0%}  {_bytes(self.simulation.peak[stage], unit):>9}  "
                 f"{len(self.simulation.start[stage]):>5}  {sends:>5}  {' '.join(own)}"
             )
         return "\n".join(lines)
+
+
+def _lists(data: Mapping[str, Any], coding: EntryCoding) -> Sequence[Sequence[LoweredJob]]:
+    if "codes" not in data:
+        return tuple(tuple(parse(text) for text in jobs) for jobs in data["jobs"])
+    most = coding.transfers_end + len(PHASES)  # of entries, if each came once
+    return CodedLists([unpack(text, most) for text in data["codes"]], coding)
 
 
 def _bytes(size: float, unit: str) -> str:

@@ -1,7 +1,8 @@
 """Walks lowered lists as ranks would, in planned time.
 
 A post takes no time. A send waits until its receive is posted (a rendezvous, the strictest form of sending;
-or not at all, if `rendezvous` is off), then the message travels. A recv waits until the message is there.
+or not at all, if `rendezvous` is off), then the message travels, after those before it on its link if links are
+exclusive. A recv waits until the message is there.
 Ranks only ever block, they never choose, so what hangs here hangs under all costs, and what doesn't hangs
 under none.
 """
@@ -54,6 +55,12 @@ class _Walk:
         self.delay = {
             (e.direction, e.source, e.target): costs.delay(e, lowered.placement) for e in lowered.edges
         }
+        self.occupancy = {
+            (e.direction, e.source, e.target): costs.occupancy(e, lowered.placement) for e in lowered.edges
+        }
+        self.busy: dict[
+            tuple[int, int], float
+        ] = {}  # link -> until when; a link's sends are its sender's, in order
         self.at = [0] * stages
         self.posted: dict[_Message, float] = {}
         self.arrived: dict[_Message, float] = {}
@@ -104,6 +111,10 @@ class _Walk:
                 sent = max(now, self.posted[message])
                 self._wait(stage, job, sent)
             edge = message[:3]
+            if self.costs.exclusive_links:
+                link = (stage, job.peer)
+                sent = max(sent, self.busy.get(link, 0.0))
+                self.busy[link] = sent + self.occupancy[edge]
             there = self.arrived[message] = sent + self.delay[edge]
             self.out.flows.append(Flow(*message, stage, job.peer, sent, there, self.size[edge]))
             self._wake(message)

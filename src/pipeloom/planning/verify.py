@@ -15,6 +15,9 @@ the jobs:
     memory        the most bytes alive on a stage are within the limit
     order         chunks that update buffers run their forwards in ascending order of micro-batches
 
+Lists that the lowering made carry a certificate, and arrays prove them safe at once (proof.py). Others, and those that
+the certificate doesn't prove, are checked entry by entry and walked.
+
 That nothing is alive at the end needs no check of its own: each F has its B and W, each message its consumer.
 """
 
@@ -29,7 +32,8 @@ from ..schedules.schedule import Schedule
 from .costs import Costs
 from .errors import JobKey, PlanError, job_name, some
 from .lower import Lowered, check_edges
-from .memory import incoming, levels
+from .memory import levels
+from .proof import proved
 from .replay import Hang, replay
 from .transfers import check_channels, check_transfers
 
@@ -43,12 +47,14 @@ def verify(
 ) -> None:
     """Raises PlanError for the first check that fails. costs: needed for a memory limit (bytes, for all
     stages or for each). ascending_chunks: chunks whose F's must run in ascending order of micro-batches."""
-    _entries(lowered)
-    where = _jobs(lowered)
-    _phases(lowered)
-    _local_order(lowered, where)
-    check_channels(lowered, check_transfers(lowered, where))
-    _walk(lowered)
+    _model(lowered)
+    if not proved(lowered):
+        _entries(lowered)
+        where = _jobs(lowered)
+        _phases(lowered)
+        _local_order(lowered, where)
+        check_channels(lowered, check_transfers(lowered, where))
+        _walk(lowered)
     if memory_limit is not None:
         _memory(lowered, costs, memory_limit)
     _buffers(lowered, ascending_chunks)
@@ -75,7 +81,7 @@ def ascending(schedule: Schedule) -> bool:
 # --------------------------------------------------------------------------------------------
 
 
-def _entries(lowered: Lowered) -> None:
+def _model(lowered: Lowered) -> None:
     total, stages, micro_batches = len(lowered.placement), lowered.stages, lowered.micro_batches
     if stages == 0 or set(lowered.placement) != set(range(stages)) or micro_batches < 1:
         raise PlanError(
@@ -87,6 +93,10 @@ def _entries(lowered: Lowered) -> None:
         check_edges(lowered.edges, total)
     except (ValueError, TypeError) as error:
         raise PlanError("entries", str(error)) from error
+
+
+def _entries(lowered: Lowered) -> None:
+    total, stages, micro_batches = len(lowered.placement), lowered.stages, lowered.micro_batches
     for stage, jobs in enumerate(lowered.jobs):
         for index, job in enumerate(jobs):
             at = f"entry {index} of stage {stage}"
@@ -241,13 +251,11 @@ def _circle(lowered: Lowered, hang: Hang) -> str:
 def _memory(lowered: Lowered, costs: Costs | None, memory_limit: float | Sequence[float]) -> None:
     if costs is None:
         raise ValueError("a memory limit needs costs: pass the bytes that each chunk holds")
-    into = incoming(lowered.edges)
-    for stage, jobs in enumerate(lowered.jobs):
+    for stage, codes in enumerate(lowered.codes):
         limit = memory_limit if isinstance(memory_limit, int | float) else memory_limit[stage]
-        level = levels(jobs, stage, costs, into)
+        level = levels(codes, lowered.coding, stage, costs)
         if level.peak > limit:
-            worst = max(range(len(level.during)), key=level.during.__getitem__)
-            job = [j for j in jobs if isinstance(j, Job)][worst]
+            job = lowered.schedule().jobs[stage][int(level.during.argmax())] if len(level.during) else "rest"
             raise PlanError(
                 "memory",
                 f"stage {stage} needs {level.peak:,.6g} bytes at {job} and may use {limit:,.6g}: allow "
@@ -257,18 +265,19 @@ def _memory(lowered: Lowered, costs: Costs | None, memory_limit: float | Sequenc
 
 
 def _buffers(lowered: Lowered, chunks: Collection[int]) -> None:
-    last: dict[int, Job] = {}
-    for stage, jobs in enumerate(lowered.jobs):
-        for job in jobs:
-            if isinstance(job, Job) and job.kind == "F" and job.chunk in chunks:
-                before = last.get(job.chunk)
-                if before is not None and before.micro_batch > job.micro_batch:
-                    raise PlanError(
-                        "order",
-                        f"stage {stage} runs {before} before {job}: chunk {job.chunk} updates buffers, so "
-                        "its forwards must run in ascending order of micro-batches",
-                    )
-                last[job.chunk] = job
+    coding = lowered.coding
+    for stage, codes in enumerate(lowered.codes):
+        forwards = codes[codes < coding.size]
+        for chunk in chunks:
+            numbers = forwards[forwards // coding.micro_batches == chunk]
+            (falls,) = np.nonzero(np.diff(numbers) < 0)
+            if len(falls):
+                before, job = (coding.decode(int(number)) for number in numbers[falls[0] : falls[0] + 2])
+                raise PlanError(
+                    "order",
+                    f"stage {stage} runs {before} before {job}: chunk {chunk} updates buffers, so "
+                    "its forwards must run in ascending order of micro-batches",
+                )
 
 
 def _on_stage(lowered: Lowered, key: JobKey) -> str:

@@ -7,16 +7,14 @@ decodes them on demand. Transfers are no part of a schedule: the lowering in `pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from .coded import CodedList, Codes
 from .jobs import KINDS, Job, Placement
-
-Codes = npt.NDArray[np.int64]
 
 #: kind -> its number in a code
 KIND_NUMBER: Final = {kind: number for number, kind in enumerate(KINDS)}
@@ -55,37 +53,8 @@ class Coding:
         return Job(KINDS[kind], chunk, micro_batch)
 
 
-class JobList(Sequence[Job]):
-    """A stage's jobs, decoded when looked at. Equal to any sequence of the same jobs."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, codes: Codes, coding: Coding) -> None:
-        self._codes = codes
-        self._coding = coding
-
-    def __len__(self) -> int:
-        return len(self._codes)
-
-    @overload
-    def __getitem__(self, index: int) -> Job: ...
-    @overload
-    def __getitem__(self, index: slice) -> JobList: ...
-    def __getitem__(self, index: int | slice) -> Job | JobList:
-        if isinstance(index, slice):
-            return JobList(self._codes[index], self._coding)
-        return self._coding.decode(int(self._codes[index]))
-
-    def __iter__(self) -> Iterator[Job]:
-        return map(self._coding.decode, self._codes.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, str):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    def __repr__(self) -> str:
-        return f"[{' '.join(map(str, self))}]"
+#: a stage's jobs, decoded when looked at
+JobList = CodedList[Job]
 
 
 class Schedule:
@@ -138,7 +107,7 @@ class Schedule:
     @property
     def jobs(self) -> list[JobList]:
         """jobs[stage]: a lazy view of the stage's jobs, in order."""
-        return [JobList(codes, self.coding) for codes in self.codes]
+        return [CodedList(codes, self.coding.decode) for codes in self.codes]
 
     @property
     def forward_only(self) -> bool:

@@ -7,6 +7,7 @@ can be laid side by side. Times are seconds since the start of the step (or the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -69,18 +70,7 @@ class Timeline:
                 work[span.rank] += span.end - span.start
                 first[span.rank] = min(first[span.rank], span.start)
                 last[span.rank] = max(last[span.rank], span.end)
-        total = sum(work)
-        if total <= 0:
-            return StepFigures(end, 0.0, 0.0, tuple(work), peak_bytes)
-        begin, makespan = min(first), max(last)
-        longest = max(b - a for a, b in zip(first, last, strict=True) if b > 0)
-        return StepFigures(
-            step_time=end,
-            bubble_global=1 - total / (self.ranks * (makespan - begin)),
-            bubble_span=1 - total / (self.ranks * longest),
-            busy=tuple(w / (makespan - begin) for w in work),
-            peak_bytes=peak_bytes,
-        )
+        return step_figures(work, first, last, end, peak_bytes)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -113,3 +103,26 @@ class StepFigures:
     bubble_span: float
     busy: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+
+
+def step_figures(
+    work: Sequence[float],
+    first: Sequence[float],
+    last: Sequence[float],
+    end: float,
+    peak_bytes: tuple[int, ...] = (),
+) -> StepFigures:
+    """The figures of a step. work[rank]: time in F, B, W and X; first[rank], last[rank]: when these begin and end
+    (infinity and 0 where there are none); end: of the step."""
+    total = sum(work)
+    if total <= 0:
+        return StepFigures(end, 0.0, 0.0, tuple(work), peak_bytes)
+    begin, makespan = min(first), max(last)
+    longest = max(b - a for a, b in zip(first, last, strict=True) if b > 0)
+    return StepFigures(
+        step_time=end,
+        bubble_global=1 - total / (len(work) * (makespan - begin)),
+        bubble_span=1 - total / (len(work) * longest),
+        busy=tuple(w / (makespan - begin) for w in work),
+        peak_bytes=peak_bytes,
+    )

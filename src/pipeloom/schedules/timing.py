@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from .coded import Codes
 from .jobs import Edge, Job, Kind
 from .schedule import BACKWARD, BACKWARD_B, BACKWARD_W, FORWARD, Schedule
 
@@ -29,14 +32,30 @@ class Stuck(Exception):
 
 @dataclass
 class Times:
-    """start[stage][i], end[stage][i] of the stage's i-th job."""
+    """start[stage][i], end[stage][i] of the stage's i-th job. runs: (stage, number of jobs) of each piece of a list
+    that was walked at once, in an order in which every job comes after those that it needs."""
 
     start: list[list[float]]
     end: list[list[float]]
+    runs: tuple[list[int], list[int]]
 
     @property
     def makespan(self) -> float:
         return max((ends[-1] for ends in self.end if ends), default=0.0)
+
+    def turns(self) -> tuple[Codes, ...]:
+        """turns[stage][i]: the number of the stage's i-th job in an order of all jobs in which every job comes after
+        those that it needs."""
+        stages, lengths = (np.asarray(values, dtype=np.int64) for values in self.runs)
+        first = np.cumsum(lengths) - lengths
+        by_stage = np.argsort(stages, kind="stable")
+        bounds = np.searchsorted(stages[by_stage], np.arange(len(self.start) + 1))
+        out = []
+        for stage, starts in enumerate(self.start):
+            mine = by_stage[bounds[stage] : bounds[stage + 1]]
+            begin = np.cumsum(lengths[mine]) - lengths[mine]
+            out.append(np.repeat(first[mine] - begin, lengths[mine]) + np.arange(len(starts)))
+        return tuple(out)
 
 
 def times(schedule: Schedule, duration: Duration, edges: Sequence[Edge], delay: Delay) -> Times:
@@ -53,6 +72,8 @@ def times(schedule: Schedule, duration: Duration, edges: Sequence[Edge], delay: 
     orders = [codes.tolist() for codes in schedule.codes]
     place = [0] * schedule.stages
     clock = [0.0] * schedule.stages
+    walked: list[int] = []
+    lengths: list[int] = []
     runnable = list(range(schedule.stages - 1, -1, -1))
     while runnable:
         stage = runnable.pop()
@@ -81,10 +102,12 @@ def times(schedule: Schedule, duration: Duration, edges: Sequence[Edge], delay: 
                 end[done] = now
                 if done in waiters:
                     runnable += waiters.pop(done)
+        walked.append(stage)
+        lengths.append(at - place[stage])
         place[stage], clock[stage] = at, now
     if any(at < len(order) for at, order in zip(place, orders, strict=True)):
         raise Stuck(_waits(schedule, place, waiters))
-    return Times(start_of, end_of)
+    return Times(start_of, end_of, (walked, lengths))
 
 
 def _inputs(
