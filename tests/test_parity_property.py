@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -130,6 +131,7 @@ def draws(draw: st.DrawFn) -> Draw:
     return Draw(nodes, strategy, batches, draw(st.sampled_from([squares, positives])))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
