@@ -20,9 +20,9 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,28 +56,32 @@ def main(arguments: list[str] | None = None) -> int:
         optimizer=options.optimizer,
         pairs=pairs,
     )
-    report = run(setting, options)
-    print(report)
+    parts = []
+    for part in run(setting, options):
+        print(part + "\n", flush=True)
+        parts.append(part)
+    report = "\n\n".join(parts)
     if options.write is not None:
         append(options.write, report, arguments if arguments is not None else sys.argv[1:])
     return 0
 
 
-def run(setting: Setting, options: argparse.Namespace) -> str:
-    """Times everything; the report as Markdown."""
+def run(setting: Setting, options: argparse.Namespace) -> Iterator[str]:
+    """Times everything; gives the parts of the report, in Markdown, as they are known."""
+    yield _described(setting, options.rounds)
     listed = names(setting.pairs)
-    found = both_ranks(time_steps, setting, listed, options.rounds, options.warm_up, timeout=options.timeout)[
-        0
-    ]
-    parts = [_described(setting, options.rounds), time_table(found, setting.pairs)]
-    parts.append(overhead_text(found, setting.pairs))
+    work = (setting, listed, options.rounds, options.warm_up)
+    found = both_ranks(time_steps, *work, timeout=options.timeout)[0]
+    yield time_table(found, setting.pairs)
+    yield overhead_text(found, setting.pairs)
     if options.memory:
-        memory: dict[str, list[dict[str, Any]]] = {}
-        for name in listed:
-            if "unrecorded" not in name:
-                memory[name] = both_ranks(memory_growth, setting, name, timeout=options.timeout)
-        parts.append(memory_table(memory))
-    return "\n\n".join(parts)
+        yield memory_table(
+            {
+                name: both_ranks(memory_growth, setting, name, timeout=options.timeout)
+                for name in listed
+                if "unrecorded" not in name
+            }
+        )
 
 
 def append(path: Path, report: str, arguments: list[str]) -> None:
