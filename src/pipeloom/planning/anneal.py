@@ -12,15 +12,21 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from .case import Arrays, Case, Floats, Ints, Order, unit
 from .compiled import compiled
-from .walk import LATE, Scratch, finish, fits, scratch
+from .retime import Spread, first_turns, renew_turns, retime, shift, sound, spread, undo
+from .walk import STUCK, Times, blank, finish, fits
 
 #: weight of the other stages' ends in what an order is worth
-_EARLY = 0.02
+_EARLY: Final = 0.02
+#: what a move costs beyond the jobs that it times, in jobs
+_OVERHEAD: Final = 10
+#: accepted moves until entries are put in the order of their starts anew
+_RENEW: Final = 200
 
 
 @compiled
@@ -35,66 +41,43 @@ def _random(state: Ints) -> float:
 
 
 @compiled
-def _worth(a: Arrays, work: Scratch, makespan: float) -> float:
+def _worth(a: Arrays, t: Times) -> tuple[float, float]:
+    """(makespan, what the order is worth)."""
+    makespan = 0.0
+    for stage in range(a.stages):
+        makespan = max(makespan, t.done[a.offset[stage + 1] - 1])
     early = 0.0
     for stage in range(a.stages):
-        share = work.clock[stage] / makespan
-        early += share**4
-    return makespan * (1.0 + _EARLY * early / a.stages)
+        share = t.done[a.offset[stage + 1] - 1] / makespan
+        early += share * share * share * share
+    return makespan, makespan * (1.0 + _EARLY * early / a.stages)
 
 
 @compiled
-def _critical(a: Arrays, order: Ints, work: Scratch, path: Ints, tiny: float) -> int:
+def _critical(a: Arrays, order: Ints, t: Times, path: Ints, tiny: float) -> int:
     """Writes the places of the jobs of a longest chain, last first; returns how many."""
     total = a.total
-    stage = 0
-    for other in range(a.stages):
-        if work.clock[other] > work.clock[stage]:
-            stage = other
-    i = a.offset[stage + 1] - 1
+    i = a.offset[1] - 1
+    for stage in range(1, a.stages):
+        if t.done[a.offset[stage + 1] - 1] > t.done[i]:
+            i = a.offset[stage + 1] - 1
     length = 0
     while True:
         path[length] = i
         length += 1
-        begin = work.start[i]
-        entry = order[i]
+        begin = t.start[i]
         if begin <= tiny:
             return length
-        tight = -1
-        if entry < 2 * total:
-            for k in range(a.into[entry], a.into[entry + 1]):
-                job = a.source[k] * a.micro_batches + work.number[i]
-                if a.delay[k] >= 0.0 and work.end[job] + a.delay[k] >= begin - tiny:
-                    tight = work.where[job]
-        stage = a.stage_of[entry % total]
-        if tight < 0 or (i > a.offset[stage] and _end(a, order, work, i - 1) >= begin - tiny):
+        entry = order[i]
+        if i > a.offset[a.stage_of[entry % total]] and t.done[i - 1] >= begin - tiny:
             i -= 1
-        else:
-            i = tight
-
-
-@compiled
-def _end(a: Arrays, order: Ints, work: Scratch, i: int) -> float:
-    total = a.total
-    entry = order[i]
-    if entry < 2 * total:
-        return work.start[i] + a.duration[entry]
-    if entry >= 3 * total:
-        pair = i > 0 and order[i - 1] == entry - 2 * total and work.number[i - 1] == work.number[i]
-        if not pair:
-            entry -= total
-    return work.start[i] + a.duration[entry]
-
-
-@compiled
-def _shift(order: Ints, i: int, j: int) -> None:
-    """Moves the entry at i to j; those between give way."""
-    entry = order[i]
-    step = 1 if j > i else -1
-    while i != j:
-        order[i] = order[i + step]
-        i += step
-    order[j] = entry
+            continue
+        before = i
+        for k in range(a.into[entry], a.into[entry + 1]):
+            job = a.source[k] * a.micro_batches + t.number[i]
+            if t.end[job] + a.delay[k] >= begin - tiny:
+                before = t.where[job]
+        i = before
 
 
 @compiled
@@ -103,8 +86,8 @@ def _run(
     order: Ints,
     best: Ints,
     makespan: float,
-    now: Scratch,
-    then: Scratch,
+    t: Times,
+    s: Spread,
     path: Ints,
     random: Ints,
     span: Floats,
@@ -116,43 +99,43 @@ def _run(
     joins: bool,
 ) -> tuple[float, int, int]:
     """Anneals `order` in place until `upto` of `share` jobs have been timed. span: hot, cold, and the smallest
-    time that counts. Returns (best makespan, jobs timed, moves tried); `now` is left with `order`'s times."""
+    time that counts. Returns (best makespan, jobs timed, moves tried)."""
     hot, cold, tiny = span[0], span[1], span[2]
-    current, done = finish(a, order, now, np.inf)
-    used += done
-    value = _worth(a, now, current)
+    total = a.total
+    _, value = _worth(a, t)
     fourth = 0.0
     for stage in range(a.stages):
         fourth += a.work[stage] ** 4
     fourth *= _EARLY / a.stages
-    moves = 0
-    length = 0
+    moves = changes = length = 0
     heat = hot
     while used < upto and makespan > goal + tiny:
         if moves % 32 == 0:
-            phase = (used / share * cycles) % 1.0
-            heat = hot * (cold / hot) ** phase
+            heat = hot * (cold / hot) ** ((used / share * cycles) % 1.0)
         moves += 1
-        used += 1
-        if joins and _random(random) < 0.1:
+        used += _OVERHEAD
+        joining = joins and _random(random) < 0.1
+        if joining:
             # a W joins its B, or leaves it
             i = int(_random(random) * len(order))
-            entry = order[i]
-            if entry < 2 * a.total:
+            if order[i] < 2 * total:
                 continue
+            stage = a.stage_of[order[i] % total]
             j = i
-            order[i] = entry + a.total if entry < 3 * a.total else entry - a.total
-            stage = a.stage_of[entry % a.total]
+            order[i] += total if order[i] < 3 * total else -total
+            first, last = max(i - 1, a.offset[stage]), i
         else:
             reach = 1 + int(_random(random) ** 2.5 * 14.0)
             if _random(random) < 0.5:
                 if length == 0:
-                    length = _critical(a, order, now, path, tiny)
+                    length = _critical(a, order, t, path, tiny)
+                    used += length
                 i = path[int(_random(random) * length)]
-                stage = a.stage_of[order[i] % a.total]
+                stage = a.stage_of[order[i] % total]
                 if _random(random) < 0.5:
                     j = max(i - reach, a.offset[stage])
                 else:
+                    # what comes before a critical job goes behind it
                     j = i
                     i = max(i - reach, a.offset[stage])
             else:
@@ -160,35 +143,43 @@ def _run(
                 first, last = a.offset[stage], a.offset[stage + 1] - 1
                 i = first + int(_random(random) * (last - first + 1))
                 j = min(i + reach, last) if _random(random) < 0.5 else max(i - reach, first)
-            entry = order[i]
             step = 1 if j > i else -1
             near = i
-            while near != j and order[near + step] == entry:
+            while near != j and order[near + step] == order[i]:
                 near += step
             if near == j:
                 continue  # equal entries: nothing would change
-            _shift(order, i, j)
-        accepted = False
-        if fits(a, order, stage, then.count):
-            most = value - heat * math.log(_random(random) + 1e-300)
+            shift(a, order, t, i, j)
+            first, last = min(i, j), max(i, j)
+            if first > a.offset[stage] and total <= order[first - 1] < 2 * total:
+                first -= 1  # its W may have joined or left it
+            if last + 1 < a.offset[stage + 1] and order[last + 1] >= 3 * total:
+                last += 1
+        if sound(a, order, t, first, last) and fits(a, order, t, stage, first, last + 1):
+            most = value - heat * math.log(_random(random) + 1e-12)
             # all stages' work is known, so their part of the worth is no less than this
-            end, done = finish(a, order, then, most - fourth / most**3)
-            used += done
-            if end < LATE:
-                worth = _worth(a, then, end)
+            ends, timed = retime(a, order, t, s, first, last, most - fourth / most**3)
+            used += timed
+            if ends:
+                end, worth = _worth(a, t)
                 if worth <= most:
-                    accepted = True
                     value = worth
                     length = 0
-                    now, then = then, now
+                    changes += 1
+                    if changes % _RENEW == 0:
+                        renew_turns(t, s)
+                        used += len(order)
                     if end < makespan - tiny:
                         makespan = end
-                        best[:] = order
-        if not accepted:
-            if i == j:
-                order[i] = entry
-            else:
-                _shift(order, j, i)
+                        for place in range(len(order)):
+                            best[place] = order[place]
+                    continue
+            undo(t, s)
+        if joining:
+            order[i] += total if order[i] < 3 * total else -total
+        else:
+            shift(a, order, t, j, i)
+        fits(a, order, t, stage, first, last + 1)
     return makespan, used, moves
 
 
@@ -210,13 +201,14 @@ class StuckOrder(ValueError):
 def makespan(case: Case, order: Order) -> float:
     """When an order ends if every job starts as soon as it can. Raises StuckOrder for one that can't run or
     exceeds a limit."""
-    work = scratch(case)
-    for stage in range(case.stages):
-        if not fits(case.arrays, order.entries, stage, work.count):
-            raise StuckOrder(f"{order.name} exceeds the memory limit of stage {stage}")
-    end, _ = finish(case.arrays, order.entries, work, np.inf)
-    if end >= LATE:
+    times = blank(case)
+    end = finish(case.arrays, order.entries, times)
+    if end >= STUCK:
         raise StuckOrder(f"{order.name} can't run: its stages wait for each other")
+    for stage in range(case.stages):
+        first, last = case.arrays.offset[stage : stage + 2]
+        if not fits(case.arrays, order.entries, times, stage, first, last):
+            raise StuckOrder(f"{order.name} exceeds the memory limit of stage {stage}")
     return end
 
 
@@ -238,7 +230,7 @@ def anneal(
     can't run or exceeds a limit."""
     best = makespan(case, order)
     scale = unit(case)
-    now, then = scratch(case), scratch(case)
+    times, room = blank(case), spread(case)
     entries, champion = order.entries.copy(), order.entries.copy()
     path = np.zeros(case.jobs, dtype=np.int64)
     random = np.array([(seed * 2654435761 + 88172645463325252) % (1 << 62) + 1], dtype=np.int64)
@@ -246,6 +238,10 @@ def anneal(
     used = moves = 0
     late = False
     slice_ = max(visits // 50, 4_000_000)
+    finish(case.arrays, entries, times)
+    for stage in range(case.stages):
+        fits(case.arrays, entries, times, stage, *case.arrays.offset[stage : stage + 2])
+    first_turns(times, room)
     while used < visits and best > goal + span[2]:
         if time.monotonic() > deadline:
             late = True
@@ -256,8 +252,8 @@ def anneal(
             entries,
             champion,
             best,
-            now,
-            then,
+            times,
+            room,
             path,
             random,
             span,

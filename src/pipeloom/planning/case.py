@@ -23,6 +23,7 @@ from .costs import Costs
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 #: the kind of an entry that is one job with the B before it; F, B and W are numbered as in a Schedule
 JOINED = 3
@@ -33,9 +34,9 @@ class Arrays(NamedTuple):
 
     stage_of[C]; offset[S+1]: where each stage's part of an order begins; duration[4·C] by entry, of JOINED
     what it adds to its B; least[3·C]: of F, B and the cheaper W; work[S]: their sum on each stage. Inputs of
-    F's and B's by entry, source[into[e]:into[e+1]] with delay; a negative delay marks a source on the same
-    stage. Bytes: add[4·C] while the job runs, keep[4·C] once it has ended,
-    join_add[C], join_keep[C] of an X; limit[S] beyond what is always alive.
+    F's and B's by entry, source[into[e]:into[e+1]] with delay, near where it is on the same stage; whoever
+    needs them on other stages, target[out[e]:out[e+1]]. Bytes: add[4·C] while the job runs, keep[4·C] once it
+    has ended, join_add[C], join_keep[C] of an X; limit[S] beyond what is always alive.
     """
 
     stages: int
@@ -49,6 +50,9 @@ class Arrays(NamedTuple):
     into: Ints
     source: Ints
     delay: Floats
+    near: Flags
+    out: Ints
+    target: Ints
     add: Floats
     keep: Floats
     join_add: Floats
@@ -103,20 +107,28 @@ class Case:
     def _arrays(self) -> Arrays:
         costs, total = self.costs, len(self.placement)
         counts = [3 * len(chunks) * self.micro_batches for chunks in self.own]
-        into, source, delay = [0], [], []
-        for direction in ("F", "B"):
+        # a circle of jobs that take no time would look as if it could run
+        tiny = 1e-9 * unit(self)
+        forward, backward_b, whole = (
+            np.maximum(given, tiny) for given in (costs.forward, costs.backward_b, costs.backward)
+        )
+        into, source, delay, near = [0], [], [], []
+        readers: list[list[int]] = [[] for _ in range(2 * total)]
+        for first, direction in ((0, "F"), (total, "B")):
             for chunk in range(total):
                 for edge in self.edges:
                     if (edge.direction, edge.target) == (direction, chunk):
-                        near = self.placement[edge.source] == self.placement[chunk]
-                        source.append(edge.source + (total if direction == "B" else 0))
-                        delay.append(-1.0 if near else costs.delay(edge, self.placement))
+                        source.append(first + edge.source)
+                        delay.append(costs.delay(edge, self.placement))
+                        near.append(self.placement[edge.source] == self.placement[chunk])
+                        if not near[-1]:
+                            readers[first + edge.source].append(first + chunk)
                 into.append(len(source))
         hf, hw, hb = (np.array(held) for held in (costs.held_forward, costs.held_weight, costs.held_backward))
         work = {kind: np.array([costs.workspace_of(kind, c) for c in range(total)]) for kind in "FBWX"}  # type: ignore[arg-type]
-        joined = np.array(costs.backward) - np.array(costs.backward_b)
+        joined = whole - backward_b
         weights = np.array(costs.backward_w)
-        least = np.concatenate([costs.forward, costs.backward_b, np.minimum(weights, joined)])
+        least = np.concatenate([forward, backward_b, np.minimum(weights, joined)])
         busy = [
             self.micro_batches * sum(float(least[k * total + c]) for k in range(3) for c in chunks)
             for chunks in self.own
@@ -127,12 +139,15 @@ class Case:
             self.micro_batches,
             np.array(self.placement, dtype=np.int64),
             np.array([0, *np.cumsum(counts)], dtype=np.int64),
-            np.concatenate([costs.forward, costs.backward_b, weights, joined]),
+            np.concatenate([forward, backward_b, weights, joined]),
             least,
             np.array(busy),
             np.array(into, dtype=np.int64),
             np.array(source, dtype=np.int64),
             np.array(delay, dtype=np.float64),
+            np.array(near, dtype=np.bool_),
+            np.array([0, *np.cumsum([len(r) for r in readers])], dtype=np.int64),
+            np.array([entry for r in readers for entry in r], dtype=np.int64),
             np.concatenate([np.maximum(hf + hw, work["F"]), np.maximum(hb, work["B"]), work["W"], work["W"]]),
             np.concatenate([hf + hw, hb - hf, -hw - hb, -hw - hb]),
             work["X"],

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from .case import Arrays, Case, Floats, Ints, Order
+from .case import Arrays, Case, Flags, Floats, Ints, Order
 from .compiled import compiled
 
 BACKWARD_FIRST: Final = 0
@@ -72,6 +72,10 @@ def greedy(case: Case, policy: GreedyPolicy) -> Order | None:
         policy.look,
         policy.overrun,
         policy.chunk,
+        np.zeros(3 * len(case.placement), dtype=np.int64),
+        case.arrays.offset[:-1].copy(),
+        *(np.zeros(case.stages) for _ in range(3)),
+        np.zeros(case.stages, dtype=np.bool_),
     )
     return Order(policy.name, order) if done else None
 
@@ -84,7 +88,7 @@ def _ready(a: Arrays, end: Floats, entry: int, m: int) -> float:
         there = end[a.source[k] * a.micro_batches + m]
         if there == _NEVER:
             return _NEVER
-        when = max(when, there + max(a.delay[k], 0.0))
+        when = max(when, there + a.delay[k])
     return when
 
 
@@ -99,14 +103,16 @@ def _list_schedule(
     look: float,
     overrun: float,
     prefer: int,
+    count: Ints,
+    place: Ints,
+    free: Floats,
+    event: Floats,
+    alive: Floats,
+    forward_last: Flags,
 ) -> bool:
+    """Fills `order`. count by entry; of each stage: place in the order, when it is free, event: when it looks
+    again, bytes alive, and whether an F came last."""
     total, size, stages = a.total, a.micro_batches, a.stages
-    count = np.zeros(3 * total, dtype=np.int64)
-    place = a.offset[:-1].copy()
-    free = np.zeros(stages)
-    event = np.zeros(stages)  # when a stage looks again
-    alive = np.zeros(stages)
-    forward_last = np.zeros(stages, dtype=np.bool_)
     left = len(order)
     while left > 0:
         stage = 0
@@ -192,6 +198,6 @@ def _list_schedule(
                 for k in range(a.into[target], a.into[target + 1]):
                     if a.source[k] == entry:
                         at = a.stage_of[other]
-                        there = max(done + max(a.delay[k], 0.0), free[at])
+                        there = max(done + a.delay[k], free[at])
                         event[at] = min(event[at], there)
     return True

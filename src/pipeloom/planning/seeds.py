@@ -1,5 +1,5 @@
-"""Orders that a search starts from: every named schedule that fits, the same with their W's placed anew, loops
-with other warm-ups, and the greedy scheduler's.
+"""Orders that a search starts from: every named schedule that fits, as it stands or made for the limit, the same
+with their W's placed anew, loops with other warm-ups, and the greedy scheduler's.
 
 All of them come cheap, and one of them is close to the best nearly everywhere; which one depends on costs and
 memory. Each is checked: an order that can't run or exceeds a limit is left out.
@@ -7,8 +7,10 @@ memory. Each is checked: an order that can't run or exceeds a limit is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,8 @@ from .greedy import greedy, policies
 _FITS = (0.5, 0.0, 1.0)
 #: making an order in Python takes about as long as timing this many times its jobs
 _MAKING = 100
+#: making a named schedule for a limit tries some dozens
+_LIMITING = 5_000
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ def seeds(case: Case, *, visits: int) -> Seeds:
         if order := greedy(case, policy):
             consider(order, False)
         spent += 2 * case.jobs
+    if spent < visits:
+        for schedule in _named(case, limited=True):
+            consider(case.encode(schedule), True)
+            named.append(schedule)
+            spent += _LIMITING * case.jobs
     for make in [*_refilled(case, named), *_warmed(case)]:
         if spent >= visits:
             break
@@ -75,8 +84,15 @@ def seeds(case: Case, *, visits: int) -> Seeds:
     return Seeds(sorted(out.values(), key=lambda seed: seed.makespan), spent)
 
 
-def _named(case: Case) -> Iterator[Schedule]:
-    """Every schedule of the catalogue with the case's placement, with whole and with split backwards."""
+def _named(case: Case, *, limited: bool = False) -> Iterator[Schedule]:
+    """Every schedule of the catalogue with the case's placement, with whole and with split backwards. limited:
+    made for the tightest of the stages' limits."""
+    options: dict[str, Any] = {}
+    if limited:
+        held = zip(case.costs.held_forward, case.costs.held_weight, strict=True)
+        options = {"memory_limit": float(case.arrays.limit.min()), "acts": [f + w for f, w in held]}
+        if math.isinf(options["memory_limit"]):
+            return
     for name, entry in CATALOGUE.items():
         if entry.chunks is not None and entry.chunks != case.chunks:
             continue
@@ -90,12 +106,15 @@ def _named(case: Case) -> Iterator[Schedule]:
                     split_backward=split,
                     ascending=True,
                     unit_costs=_unit_costs(case),
+                    **options,
                 )
             except ValueError:
-                continue  # it doesn't take this number of micro-batches
+                continue  # it doesn't take these numbers, or the limit holds no micro-batch
             if schedule.placement == case.placement:
                 if split and not entry.splits:
                     schedule.name += " split"
+                if limited:
+                    schedule.name += " within the limit"
                 yield schedule
 
 
@@ -117,7 +136,7 @@ def _refilled(case: Case, named: list[Schedule]) -> Iterator[Callable[[], Schedu
             yield lambda orders=orders, schedule=schedule, fit=fit: _fill(case, schedule, orders, fit)  # type: ignore[misc]
 
 
-def _fill(case: Case, schedule: Schedule, orders: list[np.ndarray], fit: float) -> Schedule | None:  # type: ignore[type-arg]
+def _fill(case: Case, schedule: Schedule, orders: list[np.ndarray], fit: float) -> Schedule | None:
     try:
         filled = fill(
             [order.tolist() for order in orders],
@@ -178,6 +197,6 @@ def _unit_costs(case: Case) -> tuple[float, float, float, float]:
     """(F, B, W, transfer) of a typical chunk."""
     costs = case.costs
     f, b, w = (sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w))
-    delays = [max(0.0, d) for d in case.arrays.delay.tolist() if d >= 0]
+    delays = case.arrays.delay[~case.arrays.near].tolist()
     comm = sum(delays) / len(delays) if delays else 0.0
     return (f, b, w, comm) if f + b + w > 0 else (1.0, 1.0, 1.0, comm)

@@ -1,8 +1,8 @@
 """The kernels that judge an order: when it ends, and whether it fits.
 
 `finish` times all jobs in one pass with a worklist: a stage that lacks an input is set aside under the job
-that it waits for, and goes on when that job has run. It gives up as soon as some stage's clock and the work
-left on it pass a bound, which is how most bad moves of a search end. `fits` walks one stage's bytes.
+that it waits for, and goes on when that job has run. `fits` walks one stage's bytes. Both leave behind what
+retime.py needs to judge a change.
 """
 
 from __future__ import annotations
@@ -14,172 +14,177 @@ import numpy as np
 from .case import Arrays, Case, Floats, Ints
 from .compiled import compiled
 
-#: what `finish` returns for an order that can't run, and for one that passes the bound
+#: what `finish` returns for an order that can't run
 STUCK: Final = 1e300
-LATE: Final = 1e299
 
 _NEVER: Final = -1.0  # in `end`: has not run, and no stage waits for it; −2−s: stage s waits for it
 
 
-class Scratch(NamedTuple):
-    """Working memory of `finish`.
+class Times(NamedTuple):
+    """An order's times, and working memory.
 
-    start[i], number[i]: start and micro-batch of the order's i-th entry; end[entry · M + m], where[entry · M
-    + m]: end and place of F's and B's; clock[stage]: when a stage is done. The rest is its own.
+    Of the order's i-th entry: start[i], done[i], its micro-batch number[i], the bytes level[i] alive after it,
+    and the work rest[i] that its stage has left after it. Of F's and B's: end[entry · M + m], and their places
+    where[entry · M + m]. The rest is the kernels' own.
     """
 
     start: Floats
+    done: Floats
     number: Ints
+    level: Floats
+    rest: Floats
     end: Floats
     where: Ints
     place: Ints
     clock: Floats
-    left: Floats
-    count: Ints
+    seen: Ints
     behind: Ints
     stack: Ints
 
 
-def scratch(case: Case) -> Scratch:
-    """Fresh working memory for a case."""
-    stages, total, jobs = case.stages, len(case.placement), 2 * len(case.placement) * case.micro_batches
-    return Scratch(
-        np.zeros(case.jobs),
-        np.zeros(case.jobs, dtype=np.int64),
-        np.zeros(jobs),
-        np.zeros(jobs, dtype=np.int64),
-        np.zeros(stages, dtype=np.int64),
-        np.zeros(stages),
-        np.zeros(stages),
-        np.zeros(3 * total, dtype=np.int64),
-        np.zeros(stages, dtype=np.int64),
-        np.zeros(stages, dtype=np.int64),
+def blank(case: Case) -> Times:
+    """Room for the times of a case's orders."""
+    stages, total = case.stages, len(case.placement)
+    entries, jobs = case.jobs, 2 * total * case.micro_batches
+
+    def ints(count: int) -> Ints:
+        return np.zeros(count, dtype=np.int64)
+
+    return Times(
+        start=np.zeros(entries),
+        done=np.zeros(entries),
+        number=ints(entries),
+        level=np.zeros(entries),
+        rest=np.zeros(entries),
+        end=np.zeros(jobs),
+        where=ints(jobs),
+        place=ints(stages),
+        clock=np.zeros(stages),
+        seen=ints(3 * total),
+        behind=ints(stages),
+        stack=ints(stages),
     )
 
 
 @compiled
-def finish(a: Arrays, order: Ints, work: Scratch, bound: float) -> tuple[float, int]:
-    """(makespan, jobs timed). STUCK where the order can't run, LATE where it must end after `bound`."""
+def finish(a: Arrays, order: Ints, t: Times) -> float:
+    """The makespan, or STUCK where the order can't run."""
     total, size = a.total, a.micro_batches
-    work.end[:] = _NEVER
-    work.count[:] = 0
+    t.end[:] = _NEVER
+    t.seen[:] = 0
     top = 0
     for stage in range(a.stages - 1, -1, -1):
-        work.place[stage] = a.offset[stage]
-        work.clock[stage] = 0.0
-        work.behind[stage] = -1
-        work.stack[top] = stage
+        t.place[stage] = a.offset[stage]
+        t.clock[stage] = 0.0
+        t.behind[stage] = -1
+        t.stack[top] = stage
         top += 1
-        work.left[stage] = a.work[stage]
-    done = 0
     while top > 0:
         top -= 1
-        stage = work.stack[top]
-        now = work.clock[stage]
-        i = work.place[stage]
+        stage = t.stack[top]
+        now = t.clock[stage]
+        i = t.place[stage]
         last = a.offset[stage + 1]
-        left = work.left[stage]
         while i < last:
             entry = order[i]
             if entry >= 2 * total:
                 # a W, or a joined one that doesn't follow its B
                 plain = entry if entry < 3 * total else entry - total
-                if work.count[plain] >= work.count[plain - total]:
-                    return STUCK, done
-                work.number[i] = work.count[plain]
-                work.count[plain] += 1
-                work.start[i] = now
+                if t.seen[plain] >= t.seen[plain - total]:
+                    return STUCK
+                t.number[i] = t.seen[plain]
+                t.seen[plain] += 1
+                t.start[i] = now
                 now += a.duration[plain]
-                left -= a.least[plain]
+                t.done[i] = now
                 i += 1
-                done += 1
                 continue
-            m = work.count[entry]
-            if entry >= total and work.count[entry - total] <= m:
-                return STUCK, done
+            m = t.seen[entry]
+            if entry >= total and t.seen[entry - total] <= m:
+                return STUCK
             begin = now
             blocked = -1
             for k in range(a.into[entry], a.into[entry + 1]):
                 job = a.source[k] * size + m
-                there = work.end[job]
+                there = t.end[job]
                 if there < 0.0:
-                    if a.delay[k] < 0.0:
-                        return STUCK, done
+                    if a.near[k]:
+                        return STUCK
                     blocked = job
                     break
-                if a.delay[k] > 0.0:
-                    there += a.delay[k]
-                if there > begin:
-                    begin = there
+                begin = max(begin, there + a.delay[k])
             if blocked >= 0:
                 # several stages may wait for one job: `behind` chains them
-                work.behind[stage] = -1 if work.end[blocked] == _NEVER else np.int64(-2.0 - work.end[blocked])
-                work.end[blocked] = -2.0 - stage
+                ahead = t.end[blocked]
+                t.behind[stage] = -1 if ahead == _NEVER else np.int64(-2.0 - ahead)
+                t.end[blocked] = -2.0 - stage
                 break
-            work.count[entry] = m + 1
-            work.number[i] = m
-            work.start[i] = begin
+            t.seen[entry] = m + 1
+            t.number[i] = m
+            t.start[i] = begin
             job = entry * size + m
-            work.where[job] = i
+            t.where[job] = i
             now = begin + a.duration[entry]
-            left -= a.least[entry]
-            i += 1
-            done += 1
-            if entry >= total and i < last and order[i] == entry + 2 * total:
-                weight = entry + total
-                if work.count[weight] == m:
-                    work.count[weight] = m + 1
-                    work.number[i] = m
-                    work.start[i] = now
-                    now += a.duration[entry + 2 * total]
-                    left -= a.least[weight]
-                    i += 1
-                    done += 1
-            waiting = work.end[job]
-            work.end[job] = now
-            if now + left > bound:
-                return LATE, done
+            joined = False
+            if entry >= total and i + 1 < last and order[i + 1] == entry + 2 * total:
+                joined = t.seen[entry + total] == m
+            if joined:
+                now += a.duration[entry + 2 * total]
+                t.seen[entry + total] = m + 1
+                t.number[i + 1] = m
+                t.start[i + 1] = now
+                t.done[i + 1] = now
+            t.done[i] = now
+            i += 2 if joined else 1
+            waiting = t.end[job]
+            t.end[job] = now
             while waiting != _NEVER:
                 other = np.int64(-2.0 - waiting)
-                work.stack[top] = other
+                t.stack[top] = other
                 top += 1
-                waiting = -2.0 - work.behind[other] if work.behind[other] >= 0 else _NEVER
-        work.place[stage] = i
-        work.clock[stage] = now
-        work.left[stage] = left
+                waiting = -2.0 - t.behind[other] if t.behind[other] >= 0 else _NEVER
+        t.place[stage] = i
+        t.clock[stage] = now
     makespan = 0.0
     for stage in range(a.stages):
-        if work.place[stage] < a.offset[stage + 1]:
-            return STUCK, done
-        makespan = max(makespan, work.clock[stage])
-    return makespan, done
+        if t.place[stage] < a.offset[stage + 1]:
+            return STUCK
+        makespan = max(makespan, t.clock[stage])
+        rest = 0.0
+        for i in range(a.offset[stage + 1] - 1, a.offset[stage] - 1, -1):
+            t.rest[i] = rest
+            entry = order[i]
+            rest += a.least[entry if entry < 3 * total else entry - total]
+    return makespan
 
 
 @compiled
-def fits(a: Arrays, order: Ints, stage: int, count: Ints) -> bool:
-    """Whether a stage's bytes stay within its limit. count: working memory, 3 · C numbers."""
+def fits(a: Arrays, order: Ints, t: Times, stage: int, begin: int, end: int) -> bool:
+    """Whether a stage's bytes stay within its limit from entry `begin` up to `end`, which doesn't part a B from
+    the W that it is joined with. Reads t.level before `begin` and t.number, and writes t.level."""
     total = a.total
-    for entry in range(3 * total):
-        count[entry] = 0
-    alive = 0.0
-    i = a.offset[stage]
-    last = a.offset[stage + 1]
     limit = a.limit[stage]
-    while i < last:
+    level, number = t.level, t.number
+    i = begin
+    alive = level[i - 1] if i > a.offset[stage] else 0.0
+    while i < end:
         entry = order[i]
-        chunk = entry % total
-        pair = total <= entry < 2 * total and i + 1 < last and order[i + 1] == entry + 2 * total
-        if pair and count[entry] == count[entry + total]:
-            if alive + a.join_add[chunk] > limit:
+        if i + 1 < end and joined(entry, order[i + 1], total) and number[i + 1] == number[i]:
+            if alive + a.join_add[entry - total] > limit:
                 return False
-            alive += a.join_keep[chunk]
-            count[entry] += 1
-            count[entry + total] += 1
-            i += 2
-            continue
-        if alive + a.add[entry] > limit:
-            return False
-        alive += a.keep[entry]
-        count[entry if entry < 3 * total else entry - total] += 1
+            level[i] = alive
+            alive += a.join_keep[entry - total]
+            i += 1
+        else:
+            if alive + a.add[entry] > limit:
+                return False
+            alive += a.keep[entry]
+        level[i] = alive
         i += 1
     return True
+
+
+@compiled
+def joined(entry: int, following: int, total: int) -> bool:
+    """Whether an entry is a B and the next one a W of its chunk that joins the B of its micro-batch."""
+    return total <= entry < 2 * total and following == entry + 2 * total
