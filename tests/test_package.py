@@ -23,6 +23,7 @@ FLOORS = {
     "runtime": 2,
     "planner": 3,
     "report": 3,
+    "auto": 3.5,
     "api": 4,
     "local": 5,
     "training": 5,

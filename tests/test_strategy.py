@@ -32,7 +32,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "schedule_mode: there is no schedule '1F1C'. Did you mean 1F1B\\? There are FThenB",
     ),
     ({"schedule_mode": "zzz"}, "there is no schedule 'zzz'. There are FThenB, 1F1B"),
-    ({"schedule_mode": "Auto"}, r"schedule_mode \"auto\" \(the search\) is not built yet: name a schedule"),
+    (
+        {"schedule_mode": "Auto", "vpp_degree": 2},
+        r'schedule_mode "auto" chooses vpp_degree itself, but vpp_degree=2',
+    ),
+    ({"schedule_mode": "auto", "cuts": ["a"]}, r'schedule_mode "auto" chooses cuts itself'),
+    ({"schedule_mode": "auto", "placement": "loop"}, r'schedule_mode "auto" chooses placement itself'),
+    ({"search_seconds": 0}, r"search_seconds=0: write a number of seconds above 0"),
     (
         {"schedule_mode": "DualPipeV"},
         "DualPipeV runs 2 chunks a stage, but vpp_degree is 1: set vpp_degree=2",

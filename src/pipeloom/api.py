@@ -23,9 +23,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .auto import choose, refine
 from .passes.random_keys import key_of, preserved_generators
 from .planner import Planner, digest_of
 from .planning import Plan
+from .planning.choice import Choice
 from .program import compat
 from .program.batch import BatchForm, batch_size, flatten_batch, split_batch
 from .program.capture import LossFunction, split_example
@@ -42,7 +44,7 @@ from .runtime.stepping import Work, finish
 from .runtime.transport import Transport
 from .runtime.update import LossScaler, Updater
 from .schedules.timeline import StepFigures, Timeline
-from .strategy import Strategy
+from .strategy import AUTO, Strategy
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 T = TypeVar("T")
@@ -239,15 +241,17 @@ class Pipeline:
             )
         leaves, form = flatten_batch(inputs, targets)
         sizes = strategy.micro_batches(batch_size(leaves, form))
-        first = split_batch(leaves, sizes)[0]
-        programs = planner.captured(first, form, training=True).programs
-        return self._prepare(leaves, form, sizes, programs)
+        if strategy.schedule_mode != AUTO:  # what can't be captured is refused before anything is sent
+            planner.captured(split_batch(leaves, sizes)[0], form, training=True)
+        return self._prepare(leaves, form, sizes)
 
-    def _prepare(
-        self, leaves: list[torch.Tensor], form: BatchForm, sizes: list[int], programs: ProgramSet
-    ) -> Work[None]:
+    def _prepare(self, leaves: list[torch.Tensor], form: BatchForm, sizes: list[int]) -> Work[None]:
         strategy, planner, transport = self.strategy, self.planner, self.transport
         first = split_batch(leaves, sizes)[0]
+        if strategy.schedule_mode == AUTO:
+            chosen = choose(planner, first, form, len(sizes)).to_json() if transport.rank == 0 else None
+            planner.choose(Choice.from_json((yield from agreement.tell(transport, chosen))))
+        programs = planner.captured(first, form, training=True).programs
         yield from agreement.compare(
             transport,
             "program",
@@ -262,6 +266,11 @@ class Pipeline:
         self._make_updater()
         resident = yield from agreement.gather(transport, [float(self._resident())])
         self._persistent = [int(r[0]) for r in resident]
+        if strategy.schedule_mode == AUTO:
+            refined = None
+            if transport.rank == 0:
+                refined = refine(planner, programs, len(sizes), self._persistent).to_json()
+            planner.choose(Choice.from_json((yield from agreement.tell(transport, refined))))
         division = self._division(leaves, form, sizes, training=True)
         self.plan = division.plan
         yield from agreement.compare(transport, "plan", f"{self.plan.schedule} {self.plan.digest()[:32]}")

@@ -23,6 +23,8 @@ from .passes.anchors import CutPoints
 from .passes.cost_model import BYTES_PER_SECOND, LINK_BYTES_PER_SECOND, seconds
 from .passes.label_chunks import LabelChunks
 from .planning import Costs, Plan
+from .planning.choice import Choice
+from .planning.search import search
 from .program.batch import BatchForm, shape_key
 from .program.capture import LossFunction, capture_leaves
 from .program.ir import Program
@@ -30,13 +32,17 @@ from .program.subprogram import ProgramSet, SubProgram
 from .schedules import build
 from .schedules.catalogue import forward_only
 from .schedules.jobs import Edge, Kind
-from .schedules.schedule import Schedule
-from .strategy import Strategy
+from .schedules.schedule import Schedule, linear, loop
+from .strategy import AUTO, Strategy
 
 #: captures kept for each of training and evaluation: the whole batch, the last partial one, and room for other lengths
 CAPTURES = 16
 #: a transfer's fixed cost where nothing has been measured
 LINK_LATENCY = 2e-4
+#: jobs timed in a search for another number of micro-batches than the one that was planned for
+_VISITS = 3_000_000
+#: plans kept
+_PLANS = 64
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,10 @@ class Planner:
         self.device = device
         self.measured = Measured()
         self.points: CutPoints | None = None
+        self.choice: Choice | None = None
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
-        self._plans: dict[Any, Plan] = {}
+        #: with their sub-programs, which the keys name by identity
+        self._plans: OrderedDict[Any, tuple[tuple[ProgramSet, ...], Plan]] = OrderedDict()
 
     # ---- programs
 
@@ -84,7 +92,22 @@ class Planner:
         if key in self._captured:
             self._captured.move_to_end(key)
             return self._captured[key]
-        program = capture_leaves(
+        program = self._capture(leaves, form, training=training)
+        apply_passes(program, self._first_passes(program))
+        found = Captured(self.cut(program), program.output_form)
+        self._captured[key] = found
+        while sum(k[0] == training for k in self._captured) > CAPTURES:
+            self._captured.pop(next(k for k in self._captured if k[0] == training))
+        return found
+
+    def prepared(self, leaves: Sequence[torch.Tensor], form: BatchForm) -> Program:
+        """The training program of this shape, uncut: what a search looks at."""
+        program = self._capture(leaves, form, training=True)
+        apply_passes(program, self._first_passes(program))
+        return program
+
+    def _capture(self, leaves: Sequence[torch.Tensor], form: BatchForm, *, training: bool) -> Program:
+        return capture_leaves(
             self.model,
             self.loss_fn,
             list(leaves),
@@ -93,30 +116,36 @@ class Planner:
             autocast=None if self.strategy.autocast is None else getattr(torch, self.strategy.autocast),
             device=self.device,
         )
-        found = Captured(self.cut(program), program.output_form)
-        self._captured[key] = found
-        while sum(k[0] == training for k in self._captured) > CAPTURES:
-            self._captured.pop(next(k for k in self._captured if k[0] == training))
-        return found
 
-    def cut(self, program: Program) -> ProgramSet:
-        """Applies the strategy's passes and splits. The first program decides the cuts; later ones are cut alike."""
-        strategy = self.strategy
-        label = LabelChunks(strategy.chunks, strategy.cuts, like=self.points)
+    def _first_passes(self, program: Program) -> list[Pass]:
+        """What comes before labels."""
         passes: list[Pass] = [build_pass("random_keys")]
-        if program.training and strategy.split_backward:
+        if program.training and self.strategy.split_backward:
             passes.append(build_pass("split_fused_grads"))
         if program.training:
             passes.append(build_pass("gradient_merge"))
-        passes.append(label)
+        return passes
+
+    def cut(self, program: Program) -> ProgramSet:
+        """Labels and splits a program that is `prepared`. The first one decides the cuts; later ones are cut alike."""
+        if self.points is not None:
+            label = LabelChunks(self.chunks, like=self.points)
+        elif self.choice is not None:
+            label = LabelChunks(self.chunks, positions=self.choice.positions)
+        else:
+            label = LabelChunks(self.chunks, self.strategy.cuts)
+        programs = self.split(program, label)
+        self.points = self.points or label.points
+        return programs
+
+    def split(self, program: Program, label: LabelChunks) -> ProgramSet:
+        """The sub-programs of a `prepared` program under these labels."""
+        passes: list[Pass] = [label]
         if program.training:
             passes.append(build_pass("recompute"))
-        passes += [build_pass(name) for name in strategy.passes]
+        passes += [build_pass(name) for name in self.strategy.passes]
         apply_passes(program, passes)
-        programs = split_programs(program, split_backward=strategy.split_backward)
-        if self.points is None:
-            self.points = label.points
-        return programs
+        return split_programs(program, split_backward=self.strategy.split_backward)
 
     # ---- plans
 
@@ -126,6 +155,8 @@ class Planner:
         """The strategy's schedule for M micro-batches, each of F, B and W in ascending order (bit-equality rests
         on it)."""
         strategy = self.strategy
+        if strategy.schedule_mode == AUTO:
+            return self._chosen(micro_batches, unit_costs)
         return build(
             strategy.schedule_mode,
             stages=strategy.pp_degree,
@@ -136,9 +167,40 @@ class Planner:
             unit_costs=unit_costs,
         )
 
+    def _chosen(self, micro_batches: int, unit_costs: tuple[float, float, float, float]) -> Schedule:
+        """The order that was chosen; for more micro-batches than it was chosen for, one searched for now, by jobs
+        timed and not by
+        seconds, so that every rank finds the same."""
+        assert self.choice is not None
+        chosen = self.choice.schedule(micro_batches)
+        if chosen is not None:
+            return chosen
+        chunks = self.choice.chunks // self.strategy.pp_degree
+        f, b, w, comm = unit_costs
+        costs = Costs.uniform(self.choice.chunks, f, b, w, comm, held_weight=1.0)
+        limit = float(max(map(len, self.choice.jobs)))
+        return search(
+            self.strategy.pp_degree,
+            micro_batches,
+            lambda _placement, _v: costs,
+            memory_limit=limit,
+            visits=_VISITS,
+            chunks_allowed=[chunks],
+            placements=[placement_name(self.choice.placement, self.strategy.pp_degree)],
+        ).schedule
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole model."""
+        return self.choice.chunks if self.choice is not None else self.strategy.chunks
+
     @property
     def placement(self) -> tuple[int, ...]:
-        return self.schedule(1).placement
+        return self.choice.placement if self.choice is not None else self.schedule(1).placement
+
+    def choose(self, choice: Choice) -> None:
+        """Takes what the search chose; before the first capture."""
+        self.choice = choice
 
     def plan(self, sets: Sequence[ProgramSet], *, training: bool, persistent: Sequence[int] = ()) -> Plan:
         """The plan for micro-batches with these sub-programs, in order. persistent[stage]: bytes that are always
@@ -151,14 +213,18 @@ class Planner:
             else:
                 schedule = forward_only(self.placement, len(sets))
             updating = {p.chunk for s in sets for p in s.programs.values() if p.buffers}
-            self._plans[key] = Plan.make(
+            plan = Plan.make(
                 schedule,
                 _edges(sets),
                 costs,
                 memory_limit=self.strategy.memory_bytes,
                 ascending_chunks=updating,
             )
-        return self._plans[key]
+            self._plans[key] = (tuple(sets), plan)
+            if len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return self._plans[key][1]
 
     def costs(self, programs: ProgramSet, persistent: Sequence[int] = ()) -> Costs:
         """What the jobs of these programs cost: measured seconds where they are known, else a roofline; bytes from
@@ -208,6 +274,13 @@ class Planner:
             modelled = sum(seconds(p.flops, p.moved) for p in mine)
             if modelled > 0:
                 self.measured.ratio[kind] = sum(times[p.structure] for p in mine) / modelled
+
+
+def placement_name(placement: Sequence[int], stages: int) -> str:
+    """What the search calls a placement."""
+    if list(placement) == linear(stages):
+        return "linear"
+    return "loop" if list(placement) == loop(stages, len(placement) // stages) else "v"
 
 
 def _typical(costs: Costs) -> tuple[float, float, float, float]:

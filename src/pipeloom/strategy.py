@@ -32,6 +32,9 @@ class StrategyError(ValueError):
     """A bad option or a bad combination: says the field, its value, what is allowed and what to do."""
 
 
+#: the planner chooses placement, chunks a stage, cuts and order
+AUTO: Final = "auto"
+
 _UNITS: Final[dict[str, int]] = {
     "B": 1,
     **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
@@ -45,7 +48,9 @@ class Strategy:
 
     Shape of the pipeline
         pp_degree: stages S, ranks of the "pp" dimension. vpp_degree: chunks a stage V.
-        schedule_mode: "FThenB", "1F1B", "Eager1F1B", "VPP", "ZBH1" or "ZBV", or torch's name for it.
+        schedule_mode: a name of `pipeloom schedules` or torch's name for it; or "auto": the planner searches for
+        placement, chunks a stage, cuts and order, for search_seconds, within memory_limit (left out: what 1F1B
+        needs), and runs the best that it finds.
         split_backward: run the backward as B and W; implied by ZBH1 and ZBV.
         cuts: where chunks begin: None (balanced by cost), a list of S·V−1 module names, or a regular
         expression that matches them in full.
@@ -85,6 +90,7 @@ class Strategy:
     seed: int = 0
     passes: Sequence[str] = ()
     costs: Literal["measured", "roofline"] = "measured"
+    search_seconds: float = 10.0
 
     def __new__(cls, *args: Any, **fields: Any) -> Strategy:
         # Before the generated __init__ sees them: a misspelt field gets a hint, not a bare TypeError.
@@ -179,7 +185,9 @@ class Strategy:
     def replace(self, **changes: Any) -> Strategy:
         """A copy with some fields changed, checked anew."""
         values = self.to_dict()
-        if "schedule_mode" in changes and CATALOGUE[self.schedule_mode].splits:
+        if "schedule_mode" in changes and (
+            self.schedule_mode == AUTO or CATALOGUE[self.schedule_mode].splits
+        ):
             values["split_backward"] = False  # it was the old schedule's, not the user's
         return type(self).from_dict({**values, **changes})
 
@@ -200,6 +208,10 @@ class Strategy:
         self._flag("split_backward")
         mode = _schedule(self.schedule_mode)
         self._set("schedule_mode", mode)
+        self._check_search(mode)
+        if mode == AUTO:
+            self._set("split_backward", True)
+            return
         wanted = CATALOGUE[mode].chunks
         if wanted is not None and self.vpp_degree != wanted:
             others = [name for name, entry in CATALOGUE.items() if entry.chunks in (None, self.vpp_degree)]
@@ -211,6 +223,20 @@ class Strategy:
             )
         if CATALOGUE[mode].splits:
             self._set("split_backward", True)
+
+    def _check_search(self, mode: str) -> None:
+        seconds = self.search_seconds
+        if not (_is_number(seconds) and 0 < seconds < math.inf):
+            raise StrategyError(f"search_seconds={seconds!r}: write a number of seconds above 0")
+        if mode != AUTO:
+            return
+        for name, default in (("vpp_degree", 1), ("cuts", None), ("placement", None)):
+            value = getattr(self, name)
+            if value != default:
+                raise StrategyError(
+                    f'schedule_mode "auto" chooses {name} itself, but {name}={value!r} was given: leave it out, '
+                    "or name a schedule"
+                )
 
     def _check_cuts(self) -> None:
         cuts = self.cuts
@@ -384,11 +410,8 @@ class Strategy:
 
 
 def _schedule(name: object) -> str:
-    if isinstance(name, str) and name.lower() == "auto":
-        raise StrategyError(
-            'schedule_mode "auto" (the search) is not built yet: name a schedule; `pipeloom simulate` '
-            "compares them"
-        )
+    if isinstance(name, str) and name.lower() == AUTO:
+        return AUTO
     try:
         return canonical_name(name)  # type: ignore[arg-type]
     except ValueError as error:

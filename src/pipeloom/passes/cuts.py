@@ -71,8 +71,7 @@ def choose_cuts(
         return []
     names = [compat.module_of(n) for n in order]
     if cuts is None:
-        whole = _inside_state(program, order)
-        allowed = [i for i in range(1, len(order)) if not is_getitem(order[i]) and i not in whole]
+        allowed = cut_positions(program, order)
         if len(allowed) < chunks - 1:
             raise ProgramError(
                 f"the model has {len(order)} forward ops with {len(allowed)} places to cut, which is too few "
@@ -83,6 +82,13 @@ def choose_cuts(
         whole = _inside_state(program, order)
         return balanced_cuts(program, order, chunks, _matches(names, cuts, chunks, whole))
     return _named(names, list(cuts), chunks)
+
+
+def cut_positions(program: Program, order: list[fx.Node]) -> list[int]:
+    """Where a chunk may begin: anywhere but between an op and its items, or inside what reads and updates one
+    buffer."""
+    whole = _inside_state(program, order)
+    return [i for i in range(1, len(order)) if not is_getitem(order[i]) and i not in whole]
 
 
 def _inside_state(program: Program, order: list[fx.Node]) -> set[int]:

@@ -27,23 +27,32 @@ from .cuts import choose_cuts, forward_order, replicated
 
 @register_pass("label_chunks")
 class LabelChunks(Pass):
-    """Writes node.meta["chunk_id"] on every live op. Options: chunks, cuts as in `Strategy.cuts`, and `like`,
-    the cut points of an earlier capture of the same model (then `cuts` isn't read). `points` are its own."""
+    """Writes node.meta["chunk_id"] on every live op. Options: chunks, cuts as in
+    `Strategy.cuts`, or instead of them `positions` in the order of forward ops (what a search chose), or `like`,
+    the cut points of an
+    earlier capture of the same model. `points` are its own."""
 
     after = ("random_keys", "split_fused_grads", "gradient_merge")
 
     def __init__(
-        self, chunks: int = 1, cuts: str | Sequence[str] | None = None, like: CutPoints | None = None
+        self,
+        chunks: int = 1,
+        cuts: str | Sequence[str] | None = None,
+        like: CutPoints | None = None,
+        positions: Sequence[int] | None = None,
     ) -> None:
         self.chunks = chunks
         self.cuts = cuts
         self.like = like
+        self.positions = positions
         self.points = CutPoints((), (), {})
 
     def apply(self, program: Program) -> None:
         free = replicated(program)
         order = forward_order(program, free)
-        if self.like is None:
+        if self.positions is not None:
+            positions = list(self.positions)
+        elif self.like is None:
             positions = choose_cuts(program, self.chunks, self.cuts, free)
         else:
             positions = anchored_cuts(program, order, self.like)

@@ -240,6 +240,7 @@ class _Splitter:
             moved=moved,
             peak_bytes=peak,
             structure=structure,
+            shapes=[_shape(n) for n in graph_module.graph.nodes if n.op == "placeholder"],
             graph=graph,
         )
         self.structures.setdefault(structure, result)
@@ -295,6 +296,11 @@ class _Splitter:
                 tensor.numel() * tensor.element_size(),
             )
         return values
+
+
+def _shape(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    value = compat.fake_values(node)[0]
+    return tuple(value.shape), value.dtype
 
 
 def _nothing(_inputs: list[object]) -> tuple[object, ...]:

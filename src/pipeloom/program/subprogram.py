@@ -71,6 +71,7 @@ class SubProgram:
     buffers: {buffer name: value name}: new versions of buffers among the outputs (F only).
     peak_bytes: estimated bytes that the program needs at its worst moment beyond what is alive before it.
     flops: floating point operations; moved: bytes read and written (a roofline's two inputs).
+    shapes: shape and dtype of each input.
     structure: equal for programs that are the same code on the same shapes (compile once).
     """
 
@@ -84,6 +85,7 @@ class SubProgram:
     moved: float = 0.0
     peak_bytes: int = 0
     structure: str = ""
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     graph: Any = None
 
     @property

@@ -34,6 +34,20 @@ def gather(transport: Transport, numbers: Sequence[float]) -> Work[list[list[flo
     return [row.tolist() for row in rows]
 
 
+def tell(transport: Transport, text: str | None) -> Work[str]:
+    """Rank 0's text, on every rank. text: None elsewhere. A collective call."""
+    mine = (
+        torch.frombuffer(bytearray((text or "").encode()), dtype=torch.uint8)
+        if text
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    lengths = yield from gather(transport, [float(len(mine))])
+    shapes = [(int(row[0]),) for row in lengths]
+    rows = yield from exchange(transport, tags.AGREEMENT, mine, shapes)
+    transport.flush()
+    return bytes(rows[0].tolist()).decode()
+
+
 def compare(transport: Transport, what: str, line: str) -> Work[None]:
     """Raises DisagreementError on every rank unless all ranks gave the same line. A collective call."""
     if transport.size == 1:

@@ -7,20 +7,73 @@ move (new versions are outputs).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..program.subprogram import ProgramSet, SubProgram
 from ..schedules.jobs import Kind
-from .parameters import ParameterStore
+
+
+class Store(Protocol):
+    """What timing needs of a parameter store."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def accumulators(self) -> Mapping[str, Tensor]: ...
+
+    def clear(self) -> None: ...
+
+
+class BlankStore:
+    """Made-up weights, buffers and accumulators, made when they are asked for and not kept: for timing a model
+    that hasn't been
+    placed yet. They are filled, since pages that were never written would all be one page, and too fast."""
+
+    def __init__(self, programs: ProgramSet, device: torch.device) -> None:
+        self.device = device
+        given = {i: s for p in programs.programs.values() for i, s in zip(p.inputs, p.shapes, strict=True)}
+        self.parameters = _Blanks({i.name: s for i, s in given.items() if i.kind == "param"}, device, 0.01)
+        self.buffers = _Blanks({i.name: s for i, s in given.items() if i.kind == "buffer"}, device, 1)
+        self.accumulators = _Blanks({s.name: (s.shape, s.dtype) for s in programs.slots}, device, 0)
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+
+class _Blanks(Mapping[str, Tensor]):
+    def __init__(
+        self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device, value: float
+    ) -> None:
+        self._shapes = shapes
+        self._device = device
+        self._value = value
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, dtype = self._shapes[name]
+        value = self._value if dtype.is_floating_point else int(self._value)
+        return torch.full(shape, value, dtype=dtype, device=self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def time_programs(
-    store: ParameterStore,
+    store: Store,
     programs: ProgramSet,
     chunks: Sequence[int],
     leaves: Sequence[Tensor],
@@ -40,9 +93,7 @@ def time_programs(
 
 
 class _Chunk:
-    def __init__(
-        self, store: ParameterStore, programs: ProgramSet, chunk: int, leaves: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, store: Store, programs: ProgramSet, chunk: int, leaves: Sequence[Tensor]) -> None:
         self.store = store
         self.programs = programs
         self.chunk = chunk

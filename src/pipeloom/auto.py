@@ -1,0 +1,219 @@
+"""schedule_mode "auto": cuts, placement, chunks a stage and order, chosen together for one model, memory and budget.
+
+    capture → pieces, calibrated → cuts for each placement and V → search → Choice
+
+Runs on one rank before parameters are placed; the others are told. Pieces cost what a roofline says, corrected by
+timing a cut into
+a few chunks here (one program of each structure, on made-up weights), so that an embedding, a head and a block
+each get their own factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from .passes.cost_model import LINK_BYTES_PER_SECOND, seconds
+from .passes.cuts import cut_positions, forward_order, replicated
+from .passes.label_chunks import LabelChunks
+from .passes.pieces import pieces_of
+from .planner import LINK_LATENCY, Planner, placement_name
+from .planning import Costs
+from .planning.choice import Choice
+from .planning.partition import Pieces, balanced, improved
+from .planning.search import Found, search
+from .planning.simulate import simulate
+from .program.batch import BatchForm
+from .program.ir import Program
+from .program.subprogram import ProgramSet
+from .runtime.calibrate import BlankStore, time_programs
+from .schedules import build
+from .schedules.jobs import Edge
+from .schedules.schedule import linear
+
+#: chunks of the cut that calibrates the pieces, at most
+PROBES = 12
+#: share of the time that is spent before the chunks are known exactly; the rest improves their order
+_FIRST = 0.6
+#: schedules by which cuts are judged, by placement
+_JUDGES = {"linear": "ZBH1", "loop": "VPP", "v": "ZBV"}
+
+
+@dataclass
+class Proposal:
+    """A search's answer with what it stands on."""
+
+    found: Found
+    choice: Choice
+    costs: Costs
+    edges: list[Edge]
+
+
+class Auto:
+    """The search for one planner and one shape of micro-batch."""
+
+    def __init__(self, planner: Planner, leaves: Sequence[torch.Tensor], form: BatchForm) -> None:
+        self.planner = planner
+        self.stages = planner.strategy.pp_degree
+        self.leaves = list(leaves)
+        self.program: Program = planner.prepared(leaves, form)
+        free = replicated(self.program)
+        self.order = forward_order(self.program, free)
+        self.allowed = cut_positions(self.program, self.order)
+        self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The model's pieces; seconds measured here where the strategy says so."""
+        modelled = pieces_of(self.program, self.order, self.allowed)
+        if self.planner.strategy.costs != "measured":
+            return modelled
+        chunks = min(PROBES, len(self.allowed) + 1)
+        cuts = balanced(modelled, chunks)
+        programs = self.planner.split(self.program.copy(), LabelChunks(chunks, positions=cuts))
+        store = BlankStore(programs, self.planner.device)
+        times = time_programs(store, programs, range(chunks), self.leaves)
+        return _calibrated(modelled, cuts, programs, times)
+
+    def propose(
+        self,
+        micro_batches: int,
+        *,
+        memory_limit: float | None = None,
+        budget_seconds: float = 10.0,
+        chunks_allowed: Sequence[int] = (1, 2, 3, 4),
+        seed: int = 0,
+    ) -> Proposal:
+        """The best plan found within the limit (bytes a rank; None: what 1F1B needs). Raises PlanError("memory")
+        where nothing fits."""
+        limit = self.default_limit(micro_batches) if memory_limit is None else memory_limit
+        most = max(1, (len(self.allowed) + 1) // self.stages)
+        found = search(
+            self.stages,
+            micro_batches,
+            lambda placement, _v: self.costs(placement, self.cuts(placement, micro_batches)),
+            edges_of=lambda placement, _v: self.edges(self.cuts(placement, micro_batches)),
+            memory_limit=limit,
+            budget_seconds=budget_seconds,
+            chunks_allowed=[v for v in chunks_allowed if v <= most] or [1],
+            seed=seed,
+        )
+        placement = found.schedule.placement
+        cuts = self.cuts(placement, micro_batches)
+        choice = Choice.of(found.schedule, cuts, found.makespan, found.bound)
+        return Proposal(found, choice, self.costs(placement, cuts), self.edges(cuts))
+
+    def cuts(self, placement: Sequence[int], micro_batches: int) -> tuple[int, ...]:
+        """The cuts for a placement: balanced, then moved where that shortens a simulated step of a schedule made
+        for it."""
+        key = tuple(placement)
+        if key not in self._cuts:
+            cuts = balanced(self.pieces, len(key))
+            judge = self._judge(key, micro_batches)
+            if judge is not None:
+                cuts, _ = improved(self.pieces, cuts, judge)
+            self._cuts[key] = tuple(cuts)
+        return self._cuts[key]
+
+    def _judge(
+        self, placement: tuple[int, ...], micro_batches: int
+    ) -> Callable[[Sequence[int]], float] | None:
+        chunks = len(placement) // self.stages
+        kind = placement_name(placement, self.stages)
+        if kind == "v" and chunks != 2:
+            return None
+        most = min(micro_batches, 4 * self.stages)  # enough to show the shape of a step
+        name = _JUDGES[kind]
+        options = {"split_backward": True} if name == "VPP" else {}
+        schedule = build(name, stages=self.stages, chunks=chunks, micro_batches=most, **options)
+        return lambda cuts: simulate(schedule, self.costs(placement, cuts), self.edges(cuts)).makespan
+
+    def costs(self, placement: Sequence[int], cuts: Sequence[int]) -> Costs:
+        """What the chunks between these cuts cost, in seconds and bytes."""
+        pieces = self.pieces
+        resident = [0.0] * self.stages
+        for stage, size in zip(placement, pieces.sums(cuts, pieces.resident), strict=True):
+            resident[stage] += size
+        inputs, weights = pieces.sums(cuts, pieces.backward_b), pieces.sums(cuts, pieces.backward_w)
+        # the first chunk has no input gradient to give: its B is empty and its W is the whole backward
+        inputs[0], weights[0] = 0.0, inputs[0] + weights[0]
+        return Costs(
+            forward=tuple(pieces.sums(cuts, pieces.forward)),
+            backward_b=tuple(inputs),
+            backward_w=tuple(weights),
+            latency=LINK_LATENCY,
+            bandwidth=LINK_BYTES_PER_SECOND,
+            held_weight=tuple(pieces.sums(cuts, pieces.held)),
+            persistent=tuple(resident),
+        )
+
+    def edges(self, cuts: Sequence[int]) -> list[Edge]:
+        """A chain with what crosses each cut (edges that skip chunks are counted at each cut that they cross)."""
+        up = [Edge("F", c, c + 1, int(self.pieces.crossing[p])) for c, p in enumerate(cuts)]
+        return up + [Edge("B", c + 1, c, int(self.pieces.crossing[p])) for c, p in enumerate(cuts)]
+
+    def default_limit(self, micro_batches: int) -> float:
+        """Bytes a rank that 1F1B needs with one chunk a stage, cut in balance."""
+        placement = linear(self.stages)
+        cuts = balanced(self.pieces, self.stages)
+        schedule = build("1F1B", stages=self.stages, micro_batches=micro_batches)
+        return max(simulate(schedule, self.costs(placement, cuts), self.edges(cuts)).peak)
+
+
+def _calibrated(pieces: Pieces, cuts: Sequence[int], programs: ProgramSet, times: dict[str, float]) -> Pieces:
+    """The pieces with their seconds scaled, chunk by chunk and kind by kind, to what the chunks took."""
+    edges = [0, *cuts, len(pieces)]
+    columns = {"F": list(pieces.forward), "B": list(pieces.backward_b), "W": list(pieces.backward_w)}
+    for chunk, (a, b) in enumerate(pairwise(edges)):
+        took = {}
+        for kind in ("F", "B", "W"):
+            program = programs.programs[kind, chunk]
+            took[kind] = (
+                0.0 if program.empty else times.get(program.structure, seconds(program.flops, program.moved))
+            )
+        if chunk == 0:  # its W is the whole backward, although a later cut may need its B
+            whole = sum(columns["B"][a:b]) + sum(columns["W"][a:b])
+            share = sum(columns["B"][a:b]) / whole if whole else 0.0
+            took["B"], took["W"] = took["W"] * share, took["W"] * (1 - share)
+        for kind, column in columns.items():
+            total = sum(column[a:b])
+            for i in range(a, b):
+                column[i] = column[i] * took[kind] / total if total else took[kind] / (b - a)
+    return replace(pieces, forward=columns["F"], backward_b=columns["B"], backward_w=columns["W"])
+
+
+def choose(planner: Planner, leaves: Sequence[torch.Tensor], form: BatchForm, micro_batches: int) -> Choice:
+    """What `schedule_mode="auto"` runs: placement, chunks and cuts, with an order for them."""
+    strategy = planner.strategy
+    auto = Auto(planner, leaves, form)
+    limit = None if strategy.memory_bytes is None else float(strategy.memory_bytes)
+    seconds = strategy.search_seconds * _FIRST
+    return auto.propose(micro_batches, memory_limit=limit, budget_seconds=seconds, seed=strategy.seed).choice
+
+
+def refine(planner: Planner, programs: ProgramSet, micro_batches: int, persistent: Sequence[int]) -> Choice:
+    """The choice with its order searched for again, for what the chosen chunks really cost and hold, within the
+    memory that the
+    first order took or the strategy's limit."""
+    choice, strategy = planner.choice, planner.strategy
+    assert choice is not None
+    costs, edges, stages = planner.costs(programs, persistent), programs.edges(), strategy.pp_degree
+    chosen = choice.schedule(micro_batches)
+    assert chosen is not None
+    limit = strategy.memory_bytes or max(simulate(chosen, costs, edges).peak)
+    found = search(
+        stages,
+        micro_batches,
+        lambda _placement, _v: costs,
+        edges_of=lambda _placement, _v: edges,
+        memory_limit=float(limit),
+        budget_seconds=strategy.search_seconds * (1 - _FIRST),
+        chunks_allowed=[choice.chunks // stages],
+        placements=[placement_name(choice.placement, stages)],
+        seed=strategy.seed,
+    )
+    return Choice.of(found.schedule, choice.positions, found.makespan, found.bound)
