@@ -17,11 +17,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
+import pipeloom.planner
 from models import TIME, WIDTH, WORDS, Chain, TiedEnds, cross_entropy, squares
 from oracle import KeyedDraws, worst_error
 from pipeloom.api import MakeOptimizer, MakeScheduler, Pipeline
@@ -133,18 +135,20 @@ class Maker(Planner):
     """A Planner that captures a shape once for all numbers of chunks, and cuts a copy."""
 
     def captured(self, leaves: Sequence[Tensor], form: BatchForm, *, training: bool) -> Captured:
-        modes = tuple(m.training for m in self.model.modules())
-        key = (training, form.key(), shape_key(leaves), modes)
-        if key not in self._captured:
-            whole = (id(self.model), id(self.loss_fn), self.strategy.autocast, *key)
-            if whole not in _PROGRAMS:
-                autocast = self.strategy.autocast and getattr(torch, self.strategy.autocast)
-                _PROGRAMS[whole] = capture_leaves(
-                    self.model, self.loss_fn, list(leaves), form, training=training, autocast=autocast
-                )
-            program = copied(_PROGRAMS[whole])
-            self._captured[key] = Captured(self.cut(program), program.output_form)
-        return self._captured[key]
+        with mock.patch.object(pipeloom.planner, "capture_leaves", captured_once):
+            return super().captured(leaves, form, training=training)
+
+
+def captured_once(
+    model: nn.Module, loss_fn: Any, leaves: list[Tensor], form: BatchForm, **options: Any
+) -> Program:
+    """`capture_leaves`, from the second time on a copy of what it gave."""
+    modes = tuple(m.training for m in model.modules())
+    frozen = tuple(p.requires_grad for p in model.parameters())
+    key = (id(model), id(loss_fn), form.key(), shape_key(leaves), modes, frozen, *options.items())
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = capture_leaves(model, loss_fn, leaves, form, **options)
+    return copied(_PROGRAMS[key])
 
 
 def copied(program: Program) -> Program:
