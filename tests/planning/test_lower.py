@@ -1,10 +1,14 @@
 """The lowering: no hang whatever jobs cost, no time lost, skips and shared channels included."""
 
 import random
+import time
+from dataclasses import replace
 
 import pytest
 
 from pipeloom.planning import Costs, Lowered, lower, simulate, verify
+from pipeloom.planning.lower import recognised
+from pipeloom.planning.proof import proved
 from pipeloom.planning.replay import replay
 from pipeloom.schedules import Edge, Phase, Schedule, Transfer, build, chain_edges, forward_only, vee
 from pipeloom.schedules.catalogue import CATALOGUE
@@ -29,24 +33,38 @@ def makespan(walked):
     return max(ends[-1] for ends in walked.end if ends)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_never_hangs_and_loses_no_time(part):
-    for name, s, v, split, m in sample(part, 60):
-        schedule = build(name, stages=s, chunks=v, micro_batches=m, split_backward=split)
-        costs = Costs.per_stage(s, v, 1, 1.1, 0.8, 0.1)
-        edges = chain_edges(s * v)
-        lowered = lower(schedule, edges, costs)
-        free = simulate(schedule, costs, edges)
-        walked = replay(lowered, costs)
-        assert makespan(walked) == pytest.approx(free.makespan, rel=1e-9), (name, s, v, split, m)
-        # a send never waits for its post
-        assert walked.start == replay(lowered, costs, rendezvous=False).start
-
-
 @pytest.mark.parametrize("part", range(3))
+def test_never_hangs_and_loses_no_time(part):
+    for case in sample(part, 40):
+        hangs_never_and_loses_no_time(*case)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("stages", range(2, 9))
+def test_never_hangs_and_loses_no_time_anywhere(stages):
+    for family in families(stages):
+        for micro_batches in range(1, 4 * stages + 1):
+            hangs_never_and_loses_no_time(*family, micro_batches)
+
+
+def hangs_never_and_loses_no_time(name, s, v, split, m):
+    schedule = build(name, stages=s, chunks=v, micro_batches=m, split_backward=split)
+    costs = Costs.per_stage(s, v, 1, 1.1, 0.8, 0.1)
+    edges = chain_edges(s * v)
+    lowered = lower(schedule, edges, costs)
+    free = simulate(schedule, costs, edges)
+    walked = replay(lowered, costs)
+    assert makespan(walked) == pytest.approx(free.makespan, rel=1e-9), (name, s, v, split, m)
+    assert proved(lowered)
+    # a send never waits for its post
+    assert walked.start == replay(lowered, costs, rendezvous=False).start
+
+
+@pytest.mark.parametrize("part", range(2))
 def test_costs_other_than_planned_never_hang_it(part):
     rng = random.Random(part)
-    for name, s, v, split, m in sample(10 + part, 40):
+    for name, s, v, split, m in sample(10 + part, 30):
         schedule = build(name, stages=s, chunks=v, micro_batches=m, split_backward=split)
         edges = chain_edges(s * v) + skips(rng, schedule.placement)
         lowered = lower(schedule, edges, Costs.per_stage(s, v, 1, 1.1, 0.8, 0.1))
@@ -151,8 +169,57 @@ def test_edges_are_checked(edge, says):
         lower(build("1F1B", stages=2, micro_batches=1), [*chain_edges(2), edge], Costs.uniform(2))
 
 
+def test_a_missing_job_is_named():
+    schedule = Schedule.from_jobs("mine", [0, 1], 2, [["F0.0", "X0.0"], ["F1.0", "X1.0"]])
+    with pytest.raises(ValueError, match="no B or X of chunk 1 for micro-batch 1, on stage 1"):
+        lower(schedule, chain_edges(2), Costs.uniform(2))
+
+
 def test_lowered_gives_its_schedule_back():
     schedule = build("ZBV", stages=3, chunks=2, micro_batches=4)
     lowered = lower(schedule, chain_edges(6), Costs.uniform(6))
     assert isinstance(lowered, Lowered)
     assert lowered.schedule() == schedule
+
+
+def test_lists_from_elsewhere_get_their_certificate_back_if_they_are_ours():
+    schedule = build("ZBV", stages=2, chunks=2, micro_batches=4)
+    costs = Costs.per_stage(2, 2, 1, 1.1, 0.8, 0.1)
+    lowered = lower(schedule, chain_edges(4), costs)
+    read = replace(lowered, jobs=tuple(tuple(jobs) for jobs in lowered.jobs))
+    assert recognised(read, costs).certificate.costs == costs
+    assert recognised(read, costs).jobs == lowered.jobs
+    dearer = Costs.per_stage(2, 2, 1, 1.1, 0.8, 2.0)
+    assert recognised(read, dearer) is read  # posts stand elsewhere under these
+    late = [list(jobs) for jobs in read.jobs]
+    late[0].insert(0, late[0].pop(2))
+    assert recognised(replace(read, jobs=tuple(map(tuple, late))), costs).certificate is None
+    assert recognised(replace(read, jobs=((), ())), costs).certificate is None
+    assert recognised(replace(read, jobs=(("F0.0",), ())), costs).certificate is None
+
+
+THOUSANDS = [(name, entry.chunks or 2) for name, entry in CATALOGUE.items()]
+
+
+def seconds(name, s, v, m):
+    """CPU seconds to generate, lower, verify and simulate."""
+    begin = time.process_time()
+    schedule = build(name, stages=s, chunks=v, micro_batches=m)
+    costs = Costs.per_stage(s, v, 1, 1.1, 0.8, 0.1)
+    lowered = lower(schedule, chain_edges(s * v, 8), costs)
+    verify(lowered, costs=costs, memory_limit=1e9)
+    assert simulate(schedule, costs, lowered=lowered).figures.step_time > 0
+    return time.process_time() - begin
+
+
+@pytest.mark.parametrize(("name", "v"), [("VPP", 2), ("ZBV", 2), ("V-Half", 2)])
+def test_large_plans_take_a_second(name, v):
+    """Under half a second where nothing else runs; the limit allows for a busy machine."""
+    assert seconds(name, 64, v, 256) < 4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("name", "v"), THOUSANDS)
+def test_plans_of_a_thousand_ranks_take_half_a_minute(name, v):
+    assert seconds(name, 256, v, 2048) < 60

@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import pipeloom.planning.plan as plan_module
 from pipeloom.planning import Costs, Plan, PlanError
+from pipeloom.planning.words import pack
 from pipeloom.schedules import Edge, build, chain_edges
 
 
@@ -32,6 +35,38 @@ def test_json_and_back():
     assert again.to_json() == plan.to_json()
     assert (again.stages, again.chunks, again.micro_batches) == (2, 2, 3)
     assert again.ascending
+
+
+def test_plans_with_very_many_entries_are_packed(monkeypatch):
+    plan = make()
+    monkeypatch.setattr(plan_module, "_MOST_TEXT", 10)
+    data = through_text(plan)
+    assert "jobs" not in data
+    again = Plan.from_json(data)
+    assert again.jobs == plan.jobs
+    assert again.digest() == plan.digest()
+    assert again.lowered.certificate is not None  # read lists are recognised, and need no walk
+    assert again.predicted == plan.predicted
+    with pytest.raises(PlanError, match="missing: W"):
+        Plan.from_json(data | {"codes": [pack(plan.lowered.codes[0][:-3]), data["codes"][1]]})
+
+
+@pytest.mark.parametrize(
+    ("codes", "says"),
+    [
+        (["%%%", "%%%"], "can't be unpacked"),
+        ([7, 7], "can't be unpacked"),
+        (["AAAA", "AAAA"], "can't be unpacked"),
+        ([pack(np.zeros(10**6, dtype=np.int64))] * 2, "cut off, or more than the"),
+        ([pack(np.zeros(5, dtype=np.int64))[:8]] * 2, "cut off"),
+        ([pack(np.array([10**9]))] * 2, "numbers that stand for no entry"),
+    ],
+)
+def test_bad_packs_are_refused(codes, says):
+    data = through_text(make())
+    del data["jobs"]
+    with pytest.raises(ValueError, match=says):
+        Plan.from_json(data | {"codes": codes})
 
 
 def test_digest_says_what_ranks_must_agree_on():
@@ -62,6 +97,9 @@ def test_a_plan_that_is_read_is_verified():
         ({"costs": {"forwards": []}}, "costs have no field"),
         ({"edges": 3}, "the plan can't be read"),
         ({"memory_limit": 1}, "may use 1: allow more"),
+        ({"micro_batches": 0}, "0 micro-batches"),
+        ({"placement": [0, 7, 1, 0]}, r"a placement on stages \[0, 1, 7\]"),
+        ({"jobs": [[], []]}, r"missing: .* and 32 more"),
     ],
 )
 def test_bad_files_are_refused(change, says):

@@ -1,12 +1,13 @@
 """Predicted times, bubbles and bytes against figures worked out by hand."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from pipeloom.planning import Costs, lower, lower_bound, roofline, simulate, simulation_json
-from pipeloom.schedules import Edge, Schedule, build, chain_edges, vee
+from pipeloom.schedules import Edge, Schedule, Span, build, chain_edges, vee
 from pipeloom.schedules.catalogue import CATALOGUE
 
 
@@ -115,6 +116,93 @@ def test_flows_without_lists_are_the_same_messages():
         assert (one.sent, one.arrived) == pytest.approx((other.sent, other.arrived))
     # the lists' buffers come on top
     assert all(a >= b for a, b in zip(listed.peak, plain.peak, strict=True))
+
+
+@pytest.mark.parametrize("name", ["1F1B", "VPP", "ZBV", "DualPipeV"])
+def test_planned_times_are_those_of_a_walk(name):
+    """Lists that carry planned times are not walked for figures; a walk gives the same."""
+    v = CATALOGUE[name].chunks or 2
+    schedule = build(name, stages=3, chunks=v, micro_batches=5)
+    costs = Costs.uniform(3 * v, 1, 1.25, 0.5, 0.25, held_weight=3, finalize=0.5, update=0.25)
+    lowered = lower(schedule, chain_edges(3 * v, 8), costs)
+    by_hand = replace(lowered, jobs=tuple(tuple(jobs) for jobs in lowered.jobs))
+    planned, walked = (simulate(schedule, costs, lowered=one) for one in (lowered, by_hand))
+    assert walked.walked is not None
+    assert planned.walked is None
+    for one, other in ((planned.start, walked.start), (planned.end, walked.end)):
+        assert [pytest.approx(times) for times in one] == other
+    assert planned.clock == pytest.approx(walked.clock)
+    assert planned.peak == walked.peak
+    assert planned.flows == walked.flows
+    assert planned.others == walked.others
+    figures = planned.timeline("t").figures(planned.figures.peak_bytes)
+    assert figures.busy == pytest.approx(planned.figures.busy)
+    assert figures.step_time == pytest.approx(planned.figures.step_time)
+    assert figures.bubble_span == pytest.approx(planned.figures.bubble_span)
+    assert figures.bubble_global == pytest.approx(planned.figures.bubble_global)
+
+
+def test_a_link_carries_one_message_at_a_time():
+    """Two messages of 10 bytes at 5 bytes a second, made at 1 and 2: the second waits until 3, and arrives at
+    3 + 0.5 + 2."""
+    schedule = build("FThenB", stages=2, micro_batches=2)
+    edges = chain_edges(2, 10)
+    free = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), latency=0.5, bandwidth=5)
+    alone = replace(free, exclusive_links=True)
+    assert free.occupancy(edges[0], [0, 1]) == 2
+    assert Costs.uniform(2, comm=3.0).occupancy(edges[0], [0, 1]) == 3
+    assert Costs.uniform(2, comm=3.0).occupancy(edges[0], [0, 0]) == 0
+    lists = lower(schedule, edges, alone)
+    for simulation in (simulate(schedule, alone, edges), simulate(schedule, alone, lowered=lists)):
+        up = [(flow.sent, flow.arrived) for flow in simulation.flows if flow.direction == "F"]
+        assert up == [(1, 3.5), (3, 5.5)]
+        assert simulation.start[1][:2] == [3.5, 5.5]
+    assert simulate(schedule, free, edges).start[1][:2] == [3.5, 4.5]
+    assert simulate(schedule, alone, edges).peak == simulate(schedule, free, edges).peak
+
+
+def test_the_two_directions_of_a_pair_are_two_links():
+    """An activation up and a gradient down at the same time don't slow each other."""
+    schedule = build("1F1B", stages=2, micro_batches=3)
+    costs = Costs.uniform(2, comm=1.0, exclusive_links=True)
+    assert (
+        simulate(schedule, costs).makespan
+        == simulate(schedule, replace(costs, exclusive_links=False)).makespan
+    )
+
+
+def test_reductions_start_after_the_last_w_of_their_chunk():
+    """Stage 0 of one: chunk 1's last X ends at 4, chunk 0's at 6. Its reduction of 3 is done at 7, then 1 more."""
+    schedule = build("FThenB", stages=1, chunks=2, micro_batches=1)
+    costs = Costs.uniform(2, reduce=(1.0, 3.0), finalize=0.5, update=0.25)
+    simulation = simulate(schedule, costs)
+    assert simulation.end[0] == [1, 2, 4, 6]
+    assert simulation.others == [
+        Span(0, "wait", -1, -1, 6, 8),
+        Span(0, "finalize", -1, -1, 8, 8.5),
+        Span(0, "update", -1, -1, 8.5, 8.75),
+    ]
+    assert simulation.figures.step_time == simulation.timeline("t").figures().step_time == 8.75
+    hidden = simulate(schedule, Costs.uniform(2, reduce=(0.0, 2.0)))
+    assert hidden.figures.step_time == 6
+    split = build("ZBV", stages=1, chunks=2, micro_batches=2)
+    late = simulate(split, Costs.uniform(2, reduce=(2.0, 0.0)))
+    assert late.figures.step_time == late.end[0][[str(j) for j in split.jobs[0]].index("W0.1")] + 2
+    with pytest.raises(ValueError, match="reduce has 3 numbers"):
+        Costs.uniform(2, reduce=(1.0, 1.0, 1.0))
+
+
+def test_buffers_are_reported_beside_what_is_held():
+    schedule = build("1F1B", stages=2, micro_batches=2)
+    costs = Costs.uniform(2, held_weight=10, persistent=(1, 2))
+    edges = chain_edges(2, 1000)
+    listed = simulate(schedule, costs, lowered=lower(schedule, edges, costs))
+    assert listed.peak == (1021, 2012)
+    assert listed.peak_held == (21, 12)
+    assert listed.peak_buffered == (1000, 2000)
+    plain = simulate(schedule, costs, edges)
+    assert plain.peak == plain.peak_held == (21, 12)
+    assert plain.peak_buffered == (0, 0)
 
 
 def test_costs_of_another_model_are_refused():

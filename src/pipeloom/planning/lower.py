@@ -93,7 +93,7 @@ class _Messages:
 
 def lower(schedule: Schedule, edges: Iterable[Edge], costs: Costs) -> Lowered:
     """The lists for a schedule. Raises timing.Stuck if the schedule itself has a cycle, ValueError for an
-    edge that doesn't fit the model."""
+    edge that doesn't fit the model, or a job that is missing."""
     forward_only = schedule.forward_only
     used = check_edges(edges, schedule.total_chunks)
     if forward_only:
@@ -158,6 +158,13 @@ def _channels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Channel, _Messa
         sender, receiver = placement[edge.source], placement[edge.target]
         if sender != receiver:
             where = place[edge.direction].reshape(-1, micro_batches)
+            for chunk in (edge.source, edge.target):
+                if where[chunk].min() < 0:
+                    kind = "F" if edge.direction == "F" else "B or X"
+                    raise ValueError(
+                        f"the schedule has no {kind} of chunk {chunk} for micro-batch {where[chunk].argmin()}, "
+                        f"on stage {placement[chunk]}: each chunk runs every micro-batch once"
+                    )
             numbers = np.arange(number * micro_batches, (number + 1) * micro_batches)
             members[sender, receiver, edge.direction].append(
                 (where[edge.source], where[edge.target], numbers)

@@ -20,7 +20,7 @@ from .costs import Costs
 from .entries import PHASES, CodedLists, EntryCoding
 from .lower import Lowered, lower, recognised
 from .simulate import Simulation, simulate
-from .verify import ascending, verify
+from .verify import ascending, check_model, verify
 from .words import pack, parse, unpack
 
 _FORMAT = 1
@@ -63,6 +63,7 @@ class Plan:
         ascending_chunks: Collection[int] = (),
     ) -> Plan:
         """The plan for lists from anywhere: verifies and simulates them."""
+        check_model(lowered)
         known = lowered if lowered.certificate is not None else recognised(lowered, costs)
         verify(known, costs=costs, memory_limit=memory_limit, ascending_chunks=ascending_chunks)
         limit = tuple(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit

@@ -47,7 +47,7 @@ def verify(
 ) -> None:
     """Raises PlanError for the first check that fails. costs: needed for a memory limit (bytes, for all
     stages or for each). ascending_chunks: chunks whose F's must run in ascending order of micro-batches."""
-    _model(lowered)
+    check_model(lowered)
     if not proved(lowered):
         _entries(lowered)
         where = _jobs(lowered)
@@ -58,6 +58,21 @@ def verify(
     if memory_limit is not None:
         _memory(lowered, costs, memory_limit)
     _buffers(lowered, ascending_chunks)
+
+
+def check_model(lowered: Lowered) -> None:
+    """Raises PlanError unless there is a list for each stage of the placement, and edges between its chunks."""
+    total, stages, micro_batches = len(lowered.placement), lowered.stages, lowered.micro_batches
+    if stages == 0 or set(lowered.placement) != set(range(stages)) or micro_batches < 1:
+        raise PlanError(
+            "entries",
+            f"there are {stages} lists, {micro_batches} micro-batches and a placement on stages "
+            f"{sorted(set(lowered.placement))}: each stage from 0 on needs one list and at least one chunk",
+        )
+    try:
+        check_edges(lowered.edges, total)
+    except (ValueError, TypeError) as error:
+        raise PlanError("entries", str(error)) from error
 
 
 def ascending(schedule: Schedule) -> bool:
@@ -79,20 +94,6 @@ def ascending(schedule: Schedule) -> bool:
 
 # ---- one check each
 # --------------------------------------------------------------------------------------------
-
-
-def _model(lowered: Lowered) -> None:
-    total, stages, micro_batches = len(lowered.placement), lowered.stages, lowered.micro_batches
-    if stages == 0 or set(lowered.placement) != set(range(stages)) or micro_batches < 1:
-        raise PlanError(
-            "entries",
-            f"there are {stages} lists, {micro_batches} micro-batches and a placement on stages "
-            f"{sorted(set(lowered.placement))}: each stage from 0 on needs one list and at least one chunk",
-        )
-    try:
-        check_edges(lowered.edges, total)
-    except (ValueError, TypeError) as error:
-        raise PlanError("entries", str(error)) from error
 
 
 def _entries(lowered: Lowered) -> None:
