@@ -11,17 +11,15 @@ each get their own factor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 
-from .passes.cost_model import LINK_BYTES_PER_SECOND, seconds
 from .passes.cuts import cut_positions, forward_order, replicated
 from .passes.label_chunks import LabelChunks
 from .passes.pieces import pieces_of
-from .planner import LINK_LATENCY, Planner, placement_name
+from .planner import Planner, placement_name
 from .planning import Costs
 from .planning.choice import Choice
 from .planning.partition import Pieces, balanced, improved
@@ -32,7 +30,7 @@ from .program.ir import Program
 from .program.subprogram import ProgramSet
 from .runtime.calibrate import BlankStore, time_programs
 from .schedules import build
-from .schedules.jobs import Edge
+from .schedules.jobs import Edge, Kind
 from .schedules.schedule import linear
 
 #: chunks of the cut that calibrates the pieces, at most
@@ -69,7 +67,7 @@ class Auto:
     @cached_property
     def pieces(self) -> Pieces:
         """The model's pieces; seconds measured here where the strategy says so."""
-        modelled = pieces_of(self.program, self.order, self.allowed)
+        modelled = pieces_of(self.program, self.order, self.allowed, self.planner.roofline)
         if self.planner.strategy.costs != "measured":
             return modelled
         chunks = min(PROBES, len(self.allowed) + 1)
@@ -77,7 +75,12 @@ class Auto:
         programs = self.planner.split(self.program.copy(), LabelChunks(chunks, positions=cuts))
         store = BlankStore(programs, self.planner.device)
         times = time_programs(store, programs, range(chunks), self.leaves)
-        return _calibrated(modelled, cuts, programs, times)
+        chunk_seconds: dict[Kind, list[float]] = {kind: [] for kind in ("F", "B", "W")}
+        for chunk in range(chunks):
+            for kind, column in chunk_seconds.items():
+                program = programs.programs[kind, chunk]
+                column.append(0.0 if program.empty else times[program.structure])
+        return modelled.calibrated(cuts, chunk_seconds["F"], chunk_seconds["B"], chunk_seconds["W"])
 
     def propose(
         self,
@@ -134,7 +137,7 @@ class Auto:
 
     def costs(self, placement: Sequence[int], cuts: Sequence[int]) -> Costs:
         """What the chunks between these cuts cost, in seconds and bytes."""
-        pieces = self.pieces
+        pieces, roofline = self.pieces, self.planner.roofline
         resident = [0.0] * self.stages
         for stage, size in zip(placement, pieces.sums(cuts, pieces.resident), strict=True):
             resident[stage] += size
@@ -145,8 +148,9 @@ class Auto:
             forward=tuple(pieces.sums(cuts, pieces.forward)),
             backward_b=tuple(inputs),
             backward_w=tuple(weights),
-            latency=LINK_LATENCY,
-            bandwidth=LINK_BYTES_PER_SECOND,
+            latency=roofline.near.latency,
+            bandwidth=roofline.near.bandwidth,
+            links=roofline.links(self.stages),
             held_weight=tuple(pieces.sums(cuts, pieces.held)),
             persistent=tuple(resident),
         )
@@ -162,28 +166,6 @@ class Auto:
         cuts = balanced(self.pieces, self.stages)
         schedule = build("1F1B", stages=self.stages, micro_batches=micro_batches)
         return max(simulate(schedule, self.costs(placement, cuts), self.edges(cuts)).peak)
-
-
-def _calibrated(pieces: Pieces, cuts: Sequence[int], programs: ProgramSet, times: dict[str, float]) -> Pieces:
-    """The pieces with their seconds scaled, chunk by chunk and kind by kind, to what the chunks took."""
-    edges = [0, *cuts, len(pieces)]
-    columns = {"F": list(pieces.forward), "B": list(pieces.backward_b), "W": list(pieces.backward_w)}
-    for chunk, (a, b) in enumerate(pairwise(edges)):
-        took = {}
-        for kind in ("F", "B", "W"):
-            program = programs.programs[kind, chunk]
-            took[kind] = (
-                0.0 if program.empty else times.get(program.structure, seconds(program.flops, program.moved))
-            )
-        if chunk == 0:  # its W is the whole backward, although a later cut may need its B
-            whole = sum(columns["B"][a:b]) + sum(columns["W"][a:b])
-            share = sum(columns["B"][a:b]) / whole if whole else 0.0
-            took["B"], took["W"] = took["W"] * share, took["W"] * (1 - share)
-        for kind, column in columns.items():
-            total = sum(column[a:b])
-            for i in range(a, b):
-                column[i] = column[i] * took[kind] / total if total else took[kind] / (b - a)
-    return replace(pieces, forward=columns["F"], backward_b=columns["B"], backward_w=columns["W"])
 
 
 def choose(planner: Planner, leaves: Sequence[torch.Tensor], form: BatchForm, micro_batches: int) -> Choice:

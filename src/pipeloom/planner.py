@@ -20,10 +20,10 @@ from torch import nn
 
 from .passes import Pass, apply_passes, build_pass, split_programs
 from .passes.anchors import CutPoints
-from .passes.cost_model import BYTES_PER_SECOND, LINK_BYTES_PER_SECOND, seconds
 from .passes.label_chunks import LabelChunks
 from .planning import Costs, Plan
 from .planning.choice import Choice
+from .planning.devices import UNKNOWN, Roofline
 from .planning.search import search
 from .program.batch import BatchForm, shape_key
 from .program.capture import LossFunction, capture_leaves
@@ -37,8 +37,6 @@ from .strategy import AUTO, Strategy
 
 #: captures kept for each of training and evaluation: the whole batch, the last partial one, and room for other lengths
 CAPTURES = 16
-#: a transfer's fixed cost where nothing has been measured
-LINK_LATENCY = 2e-4
 #: jobs timed in a search for another number of micro-batches than the one that was planned for
 _VISITS = 3_000_000
 #: plans kept
@@ -65,16 +63,23 @@ class Measured:
 class Planner:
     """Captures, cuts and plans one model under one strategy.
 
-    device: where the programs will run. Raises what capture, passes, schedules and planning raise; each names its part.
+    device: where the programs will run. roofline: what they cost where nothing has been measured, and what links
+    cost. Raises what capture, passes, schedules and planning raise; each names its part.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None, strategy: Strategy, device: torch.device
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        strategy: Strategy,
+        device: torch.device,
+        roofline: Roofline = UNKNOWN,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
         self.strategy = strategy
         self.device = device
+        self.roofline = roofline
         self.measured = Measured()
         self.points: CutPoints | None = None
         self.choice: Choice | None = None
@@ -209,7 +214,7 @@ class Planner:
         if key not in self._plans:
             costs = self.costs(sets[0], persistent)
             if training:
-                schedule = self.schedule(len(sets), _typical(costs))
+                schedule = self.schedule(len(sets), self._typical(costs))
             else:
                 schedule = forward_only(self.placement, len(sets))
             updating = {p.chunk for s in sets for p in s.programs.values() if p.buffers}
@@ -241,21 +246,21 @@ class Planner:
             kind: [float(p.peak_bytes) if (p := programs.programs.get((kind, c))) else 0.0 for c in chunks]
             for kind in ("F", "B", "W", "X")
         }
-        stages = max(self.placement) + 1
-        resident = list(persistent) or [0] * stages
+        resident = list(persistent) or [0] * (max(self.placement) + 1)
         return Costs(
             forward=of("F"),
             backward_b=of("B") if split else tuple(x / 2 for x in whole),
             backward_w=of("W") if split else tuple(x / 2 for x in whole),
             backward=whole,
-            latency=LINK_LATENCY,
-            bandwidth=LINK_BYTES_PER_SECOND,
+            latency=self.roofline.near.latency,
+            bandwidth=self.roofline.near.bandwidth,
+            links=self.roofline.links(len(resident)),
             held_forward=tuple(float(h[0]) for h in held),
             held_weight=tuple(float(h[1]) for h in held),
             held_backward=tuple(float(h[2]) for h in held),
             workspace=workspace,
             persistent=tuple(float(r) for r in resident),
-            update=max(resident) / BYTES_PER_SECOND,
+            update=max(resident) / self.roofline.bytes_per_second,
         )
 
     def _seconds(self, program: SubProgram | None) -> float:
@@ -264,14 +269,20 @@ class Planner:
         timed = self.measured.seconds.get(program.structure)
         if timed is not None:
             return timed
-        return seconds(program.flops, program.moved) * self.measured.ratio.get(program.kind, 1.0)
+        modelled = self.roofline.seconds(program.flops, program.moved)
+        return modelled * self.measured.ratio.get(program.kind, 1.0)
+
+    def _typical(self, costs: Costs) -> tuple[float, float, float, float]:
+        """(F, B, W, transfer) of a typical chunk, by which a schedule places its W's."""
+        f, b, w = (sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w))
+        return (f, b, w, self.roofline.near.latency) if f + b + w else (1.0, 1.0, 1.0, 0.0)
 
     def learn(self, times: Mapping[str, float], programs: ProgramSet) -> None:
         """Takes measured seconds by structure, the same on every rank, of the programs of one set."""
         self.measured.seconds.update(times)
         for kind in ("F", "B", "W", "X"):
             mine = [p for (k, _), p in programs.programs.items() if k == kind and p.structure in times]
-            modelled = sum(seconds(p.flops, p.moved) for p in mine)
+            modelled = sum(self.roofline.seconds(p.flops, p.moved) for p in mine)
             if modelled > 0:
                 self.measured.ratio[kind] = sum(times[p.structure] for p in mine) / modelled
 
@@ -281,12 +292,6 @@ def placement_name(placement: Sequence[int], stages: int) -> str:
     if list(placement) == linear(stages):
         return "linear"
     return "loop" if list(placement) == loop(stages, len(placement) // stages) else "v"
-
-
-def _typical(costs: Costs) -> tuple[float, float, float, float]:
-    """(F, B, W, transfer) of a typical chunk, by which a schedule places its W's."""
-    f, b, w = (sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w))
-    return (f, b, w, LINK_LATENCY) if f + b + w else (1.0, 1.0, 1.0, 0.0)
 
 
 def held_bytes(programs: ProgramSet, chunk: int) -> tuple[int, int, int]:

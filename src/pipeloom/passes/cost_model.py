@@ -1,6 +1,6 @@
 """What an op costs, read off the graph: floating point operations and bytes moved.
 
-Seconds come from a roofline over the two (see `pipeloom.planning.costs`). Good enough to balance cuts before
+Seconds come from a roofline over the two (see `pipeloom.planning.devices`). Good enough to balance cuts before
 anything has run; the plan's prediction uses measured times where the strategy asks for them.
 """
 
@@ -10,14 +10,9 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
+from ..planning.devices import UNKNOWN, Roofline
 from ..program import compat
 from ..program.ir import is_getitem, nbytes
-
-#: a CPU core's or an accelerator's ratio matters more than the absolute values: ops a second and bytes a second
-FLOPS_PER_SECOND = 5e10
-BYTES_PER_SECOND = 1e10
-#: what a byte over the wire costs, for choosing where few bytes cross
-LINK_BYTES_PER_SECOND = 2e9
 
 
 def moved_bytes(node: fx.Node) -> float:
@@ -28,15 +23,13 @@ def moved_bytes(node: fx.Node) -> float:
     return float(read + sum(nbytes(t) for t in compat.fake_values(node)))
 
 
-def seconds(flops: float, moved: float) -> float:
-    """A roofline: the slower of computing and moving."""
-    return max(flops / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
-
-
-def op_seconds(node: fx.Node) -> float:
+def op_seconds(node: fx.Node, roofline: Roofline = UNKNOWN) -> float:
+    """What the op takes at the rate of its result's dtype."""
     if is_getitem(node):
         return 0.0
-    return seconds(compat.flops_of(node), moved_bytes(node))
+    results = compat.fake_values(node)
+    dtype = str(results[0].dtype).removeprefix("torch.") if results else "float32"
+    return roofline.seconds(compat.flops_of(node), moved_bytes(node), dtype)
 
 
 def totals(nodes: Iterable[fx.Node]) -> tuple[float, float]:

@@ -11,17 +11,21 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 
+from ..planning.devices import UNKNOWN, Roofline
 from ..planning.partition import Pieces
 from ..program import compat
 from ..program.ir import ROLE, OpRole, Program, nbytes
-from .cost_model import LINK_BYTES_PER_SECOND, op_seconds
+from .cost_model import op_seconds
 
 #: bytes that stay for a byte of weight: itself, its gradient, and an Adam-like optimizer's two moments
 RESIDENT = 4
 
 
-def pieces_of(program: Program, order: Sequence[fx.Node], allowed: Sequence[int]) -> Pieces:
-    """The pieces of a program whose forward ops, in order, are `order`. allowed: positions where a chunk may begin."""
+def pieces_of(
+    program: Program, order: Sequence[fx.Node], allowed: Sequence[int], roofline: Roofline = UNKNOWN
+) -> Pieces:
+    """The pieces of a program whose forward ops, in order, are `order`. allowed: positions where a chunk may begin.
+    roofline: of the device that will run them."""
     index = {n: i for i, n in enumerate(order)}
     by_number: dict[int, int] = {}
     for i, node in enumerate(order):
@@ -39,7 +43,7 @@ def pieces_of(program: Program, order: Sequence[fx.Node], allowed: Sequence[int]
         at = by_number.get(_number(node))
         if at is not None:
             side = inputs if earliest[node] < at else weights
-            side[at] += op_seconds(node)
+            side[at] += op_seconds(node, roofline)
         for source in node.all_input_nodes:
             if source in index:
                 for tensor in compat.fake_values(source):
@@ -56,14 +60,14 @@ def pieces_of(program: Program, order: Sequence[fx.Node], allowed: Sequence[int]
             seen.add(name)
             resident[i] += RESIDENT * sizes[name]
     return Pieces(
-        [op_seconds(n) for n in order],
+        [op_seconds(n, roofline) for n in order],
         inputs,
         weights,
         crossing_bytes(order),
         held,
         resident,
         list(allowed),
-        1 / LINK_BYTES_PER_SECOND,
+        1 / roofline.near.bandwidth,
     )
 
 

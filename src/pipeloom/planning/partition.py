@@ -12,7 +12,7 @@ worth 2.5 layers, S 8, M 32: 1F1B 685 uniform, 553 by dynamic programming, 550 a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 #: positions that dynamic programming looks at; more are thinned to those where little crosses
@@ -58,6 +58,33 @@ class Pieces:
 
     def seconds(self) -> list[float]:
         return [f + b + w for f, b, w in zip(self.forward, self.backward_b, self.backward_w, strict=True)]
+
+    def calibrated(
+        self,
+        cuts: Sequence[int],
+        forward: Sequence[float],
+        backward_b: Sequence[float],
+        backward_w: Sequence[float],
+    ) -> Pieces:
+        """The pieces with their seconds scaled so that the chunks between `cuts` take what they were found to take.
+        The first chunk's B is empty and its W the whole backward: it is shared out as these pieces have it, since
+        later cuts may need both."""
+        took = {"forward": list(forward), "backward_b": list(backward_b), "backward_w": list(backward_w)}
+        edges = list(pairwise([0, *cuts, len(self)]))
+        first = edges[0][1]
+        inputs, weights = sum(self.backward_b[:first]), sum(self.backward_w[:first])
+        share = inputs / (inputs + weights) if inputs + weights else 0.0
+        whole = backward_b[0] + backward_w[0]
+        took["backward_b"][0], took["backward_w"][0] = whole * share, whole * (1 - share)
+        scaled = {}
+        for name, seconds in took.items():
+            column = list(getattr(self, name))
+            for (a, b), taken in zip(edges, seconds, strict=True):
+                total = sum(column[a:b])
+                for i in range(a, b):
+                    column[i] = column[i] * taken / total if total else taken / (b - a)
+            scaled[name] = column
+        return replace(self, **scaled)
 
 
 def balanced(
