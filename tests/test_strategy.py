@@ -52,8 +52,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule_mode": "ZBV"}, "ZBV runs 2 chunks a stage, but vpp_degree is 1: set vpp_degree=2.*ZBH1"),
     ({"cuts": ""}, "cuts is an empty text: leave it None"),
     (
-        {"pp_degree": 2, "cuts": "3-3"},
-        "cuts='3-3' is a layout by counts, which is not built yet: list the 1 module names",
+        {"pp_degree": 2, "cuts": "3-3-3"},
+        "cuts='3-3-3' gives 3 counts of layers, but pp_degree 2 × vpp_degree 1 = 2 chunks: write a count",
     ),
     ({"cuts": "layers.("}, r"cuts='layers.\(' is not a regular expression"),
     ({"cuts": 3}, "cuts=3: give module names in a list"),

@@ -52,8 +52,8 @@ class Strategy:
         placement, chunks a stage, cuts and order, for search_seconds, within memory_limit (left out: what 1F1B
         needs), and runs the best that it finds.
         split_backward: run the backward as B and W; implied by ZBH1 and ZBV.
-        cuts: where chunks begin: None (balanced by cost), a list of S·V−1 module names, or a regular
-        expression that matches them in full.
+        cuts: where chunks begin: None (balanced by cost), a list of S·V−1 module names, a regular expression that
+        matches them in full, or layers a chunk like "6-6-9-3" (of the model's longest list of blocks).
         placement: None (the schedule's own), "linear", "loop", "v" or a list of stages.
         memory_limit: bytes a rank: None, an int, or text like "16GiB" or "500MB"; kept as an int.
         costs: "measured" (jobs are timed before planning) or "roofline" (modelled).
@@ -246,11 +246,13 @@ class Strategy:
             if not cuts:
                 raise StrategyError("cuts is an empty text: leave it None to have the model cut by cost")
             if re.fullmatch(r"\d+([-,|]\d+)*", cuts):
-                raise StrategyError(
-                    f"cuts={cuts!r} is a layout by counts, which is not built yet: list the "
-                    f"{self.chunks - 1} module names "
-                    "at which a new chunk begins"
-                )
+                counts = len(re.split(r"[-,|]", cuts))
+                if counts != self.chunks:
+                    raise StrategyError(
+                        f"cuts={cuts!r} gives {counts} counts of layers, but pp_degree {self.pp_degree} × "
+                        f"vpp_degree {self.vpp_degree} = {_chunks(self.chunks)}: write a count for each chunk"
+                    )
+                return
             try:
                 re.compile(cuts)
             except re.error as error:

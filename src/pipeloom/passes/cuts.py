@@ -1,13 +1,15 @@
 """Where the model is cut: positions in the order of its forward ops.
 
-A user's cut points (module names, or a regex over them) become positions, and so does the automatic choice: dynamic
-programming that makes the dearest chunk as cheap as possible, then lets as few bytes cross as it can.
+A user's cut points (module names, a regex over them, or counts of layers) become positions, and so does the automatic
+choice: dynamic programming that makes the dearest chunk as cheap as possible, then lets as few bytes cross as it can.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.fx as fx
@@ -17,6 +19,7 @@ from ..program import compat
 from ..program.ir import ROLE, OpRole, Program, ProgramError, is_getitem
 from .pieces import pieces_of
 
+_LAYOUT = re.compile(r"\d+([-,|]\d+)*")
 _CASTS = frozenset({torch.ops.aten._to_copy.default})
 
 
@@ -58,10 +61,13 @@ def choose_cuts(
     """chunks − 1 ascending positions: chunk k holds ops [cut k−1, cut k) of `forward_order`.
 
     cuts: None (anywhere, balanced by cost), a regex that matches whole module names (balanced among the places where a
-    match begins), or a list of chunks − 1 module names at which a new chunk begins. Raises ProgramError when
-    there aren't enough.
+    match begins), a list of chunks − 1 module names at which a new chunk begins, or a layout like "6-6-9-3": how many
+    elements of the model's longest list of blocks each chunk has. Raises ProgramError when there aren't enough.
     """
     order = forward_order(program, free)
+    names = [compat.module_of(n) for n in order]
+    if isinstance(cuts, str) and _LAYOUT.fullmatch(cuts):
+        return _layout(order, names, cuts, chunks)
     if chunks == 1:
         if cuts and not isinstance(cuts, str):
             raise ProgramError(
@@ -69,7 +75,6 @@ def choose_cuts(
                 "vpp_degree)"
             )
         return []
-    names = [compat.module_of(n) for n in order]
     if cuts is None:
         allowed = cut_positions(program, order)
         if len(allowed) < chunks - 1:
@@ -147,6 +152,54 @@ def _named(names: list[str], cuts: list[str], chunks: int) -> list[int]:
             )
         positions.append(at)
     return positions
+
+
+def _layout(order: list[fx.Node], names: list[str], text: str, chunks: int) -> list[int]:
+    counts = [int(part) for part in re.split(r"[-,|]", text)]
+    if len(counts) != chunks:
+        raise ProgramError(f"cuts={text!r} gives {len(counts)} counts of layers, but there are {chunks} chunks")
+    path, layers = _blocks(order, names)
+    if not layers:
+        raise ProgramError(
+            f"cuts={text!r} counts layers, but the model has no ModuleList, Sequential or ModuleDict of repeated "
+            "blocks: name the modules at which chunks begin"
+        )
+    if sum(counts) != len(layers):
+        raise ProgramError(
+            f"cuts={text!r} counts {sum(counts)} layers, but {path or 'the model'!r} has {len(layers)}: make the "
+            "counts add up to that"
+        )
+    begins = [min(where) for where in layers.values()]
+    begins.append(max(max(where) for where in layers.values()) + 1)
+    positions = [begins[number] for number in list(accumulate(counts))[:-1]]
+    for chunk, (a, b) in enumerate(zip([0, *positions], [*positions, len(order)], strict=True)):
+        if a >= b:
+            raise ProgramError(
+                f"cuts={text!r} leaves chunk {chunk} without an op: only the first chunk (what comes before "
+                f"{path}) and the last one (what comes after it) can do with no layer, if the model has such parts"
+            )
+    return positions
+
+
+def _blocks(order: list[fx.Node], names: list[str]) -> tuple[str, dict[str, list[int]]]:
+    """The list of repeated blocks that runs the most ops: its path, and each block's positions, in the order in
+    which they first run. Numbered children (ModuleList, Sequential) are a list if two of them do the same; named ones
+    (ModuleDict) if most of them do, since a block's own parts are named too."""
+    children: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, name in enumerate(names):
+        parts = name.split(".") if name else []
+        for depth, child in enumerate(parts):
+            children[".".join(parts[:depth])][child].append(i)
+    best: tuple[str, dict[str, list[int]]] = ("", {})
+    most = 0
+    for path, blocks in children.items():
+        alike = Counter(tuple(order[i].target for i in where) for where in blocks.values())
+        same = max(alike.values())
+        numbered = all(child.isdigit() for child in blocks)
+        ops = sum(map(len, blocks.values()))
+        if same >= 2 and (numbered or 2 * same > len(blocks)) and ops > most:
+            best, most = (path, dict(blocks)), ops
+    return best
 
 
 def balanced_cuts(program: Program, order: list[fx.Node], chunks: int, allowed: list[int]) -> list[int]:
