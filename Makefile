@@ -11,7 +11,7 @@ train: $(VENV)/.run
 	$(BIN)/pipeloom train $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" -n 2 --dist loadfile $(ARGS)
 	$(MAKE) --no-print-directory check
 
 check: $(VENV)/.dev

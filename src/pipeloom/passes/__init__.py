@@ -1,9 +1,11 @@
 """Passes: rewrites of a Program between capture and running. Importing this package registers the built-in ones.
 
-random_keys → split_fused_grads → gradient_merge → label_chunks → recompute → (the user's own) → split_programs
+random_keys → drop_clones → split_fused_grads → gradient_merge → label_chunks → recompute → (the user's own) →
+split_programs
 """
 
 from .base import Pass, apply_passes, build_pass, register_pass, registered_passes
+from .drop_clones import DropClones
 from .gradient_merge import GradientMerge
 from .label_chunks import LabelChunks
 from .random_keys import RandomKeys
@@ -12,6 +14,7 @@ from .split_fused_grads import SplitFusedGrads
 from .split_programs import split_programs
 
 __all__ = [
+    "DropClones",
     "GradientMerge",
     "LabelChunks",
     "Pass",
