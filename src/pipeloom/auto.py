@@ -10,8 +10,9 @@ each get their own factor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -37,6 +38,10 @@ from .schedules.schedule import linear
 PROBES = 12
 #: share of the time that is spent before the chunks are known exactly; the rest improves their order
 _FIRST = 0.6
+#: searches for one limit, if receives that are posted ahead don't fit beside what the first one found
+_TRIES = 4
+#: weights, gradients and Adam's two moments: copies that stay of a trained parameter
+_STATE = 3
 #: schedules by which cuts are judged, by placement
 _JUDGES = {"linear": "ZBH1", "loop": "VPP", "v": "ZBV"}
 
@@ -62,6 +67,8 @@ class Auto:
         free = replicated(self.program)
         self.order = forward_order(self.program, free)
         self.allowed = cut_positions(self.program, self.order)
+        #: by how much two timings of the pieces differed, as a share; None before they are measured
+        self.spread: float | None = None
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @cached_property
@@ -74,7 +81,10 @@ class Auto:
         cuts = balanced(modelled, chunks)
         programs = self.planner.split(self.program.copy(), LabelChunks(chunks, positions=cuts))
         store = BlankStore(programs, self.planner.device)
-        times = time_programs(store, programs, range(chunks), self.leaves)
+        rounds = [time_programs(store, programs, range(chunks), self.leaves, rounds=2) for _ in range(2)]
+        times = {s: min(seconds[s] for seconds in rounds) for s in rounds[0]}
+        totals = [sum(seconds.values()) for seconds in rounds]
+        self.spread = max(totals) / sum(times.values()) - 1 if any(times.values()) else 0.0
         chunk_seconds: dict[Kind, list[float]] = {kind: [] for kind in ("F", "B", "W")}
         for chunk in range(chunks):
             for kind, column in chunk_seconds.items():
@@ -95,16 +105,20 @@ class Auto:
         where nothing fits."""
         limit = self.default_limit(micro_batches) if memory_limit is None else memory_limit
         most = max(1, (len(self.allowed) + 1) // self.stages)
-        found = search(
-            self.stages,
-            micro_batches,
-            lambda placement, _v: self.costs(placement, self.cuts(placement, micro_batches)),
-            edges_of=lambda placement, _v: self.edges(self.cuts(placement, micro_batches)),
-            memory_limit=limit,
-            budget_seconds=budget_seconds,
-            chunks_allowed=[v for v in chunks_allowed if v <= most] or [1],
-            seed=seed,
-        )
+
+        def find(allowed: Sequence[float], seconds: float) -> Found:
+            return search(
+                self.stages,
+                micro_batches,
+                lambda placement, _v: self.costs(placement, self.cuts(placement, micro_batches)),
+                edges_of=lambda placement, _v: self.edges(self.cuts(placement, micro_batches)),
+                memory_limit=allowed,
+                budget_seconds=seconds,
+                chunks_allowed=[v for v in chunks_allowed if v <= most] or [1],
+                seed=seed,
+            )
+
+        found = within(find, limit, self.stages, budget_seconds)
         placement = found.schedule.placement
         cuts = self.cuts(placement, micro_batches)
         choice = Choice.of(found.schedule, cuts, found.makespan, found.bound)
@@ -155,6 +169,16 @@ class Auto:
             persistent=tuple(resident),
         )
 
+    def exact(self, placement: Sequence[int], cuts: Sequence[int]) -> tuple[Costs, list[Edge]]:
+        """The same, and the edges, with bytes as the sub-programs have them: what is kept from F to B, to W, and what
+        a job needs meanwhile. An Adam-like optimizer's state is counted. Splitting a program takes seconds."""
+        label = LabelChunks(len(placement), positions=cuts)
+        programs = self.planner.split(self.program.copy(), label)
+        modelled = self.costs(placement, cuts)
+        whole = self.planner.costs(programs, resident_bytes(programs, placement))
+        seconds = {"forward": modelled.forward, "backward_b": modelled.backward_b}
+        return replace(whole, **seconds, backward_w=modelled.backward_w, backward=()), programs.edges()
+
     def edges(self, cuts: Sequence[int]) -> list[Edge]:
         """A chain with what crosses each cut (edges that skip chunks are counted at each cut that they cross)."""
         up = [Edge("F", c, c + 1, int(self.pieces.crossing[p])) for c, p in enumerate(cuts)]
@@ -166,6 +190,36 @@ class Auto:
         cuts = balanced(self.pieces, self.stages)
         schedule = build("1F1B", stages=self.stages, micro_batches=micro_batches)
         return max(simulate(schedule, self.costs(placement, cuts), self.edges(cuts)).peak)
+
+
+def within(
+    find: Callable[[Sequence[float], float], Found], limit: float, stages: int, budget_seconds: float
+) -> Found:
+    """find(bytes a stage, seconds), asked again with less where receives posted ahead, which a search doesn't count,
+    would exceed the limit beside the plan that it found."""
+    allowed = [limit] * stages
+    for _ in range(_TRIES):
+        found = find(allowed, budget_seconds)
+        over = [max(0.0, p + s - limit) for p, s in zip(found.peak, found.stash, strict=True)]
+        if not any(over):
+            break
+        allowed = [a - o for a, o in zip(allowed, over, strict=True)]
+        budget_seconds /= 2
+    return found
+
+
+def resident_bytes(programs: ProgramSet, placement: Sequence[int]) -> list[int]:
+    """What always stays on each stage: its weights and buffers, and of each trained weight a gradient and two
+    moments."""
+    shapes: list[dict[tuple[str, str], int]] = [{} for _ in range(max(placement) + 1)]
+    for program in programs.programs.values():
+        mine = shapes[placement[program.chunk]]
+        for (kind, name), (shape, dtype) in zip(program.inputs, program.shapes, strict=True):
+            if kind in ("param", "buffer"):
+                mine[kind, name] = math.prod(shape) * dtype.itemsize
+    for slot in programs.slots:
+        shapes[placement[slot.chunk]]["slot", slot.name] = _STATE * math.prod(slot.shape) * slot.dtype.itemsize
+    return [sum(mine.values()) for mine in shapes]
 
 
 def choose(planner: Planner, leaves: Sequence[torch.Tensor], form: BatchForm, micro_batches: int) -> Choice:
@@ -187,15 +241,23 @@ def refine(planner: Planner, programs: ProgramSet, micro_batches: int, persisten
     chosen = choice.schedule(micro_batches)
     assert chosen is not None
     limit = strategy.memory_bytes or max(simulate(chosen, costs, edges).peak)
-    found = search(
-        stages,
-        micro_batches,
-        lambda _placement, _v: costs,
-        edges_of=lambda _placement, _v: edges,
-        memory_limit=float(limit),
-        budget_seconds=strategy.search_seconds * (1 - _FIRST),
-        chunks_allowed=[choice.chunks // stages],
-        placements=[placement_name(choice.placement, stages)],
-        seed=strategy.seed,
-    )
+
+    def find(allowed: Sequence[float], seconds: float) -> Found:
+        return search(
+            stages,
+            micro_batches,
+            lambda _placement, _v: costs,
+            edges_of=lambda _placement, _v: edges,
+            memory_limit=allowed,
+            budget_seconds=seconds,
+            chunks_allowed=[choice.chunks // stages],
+            placements=[placement_name(choice.placement, stages)],
+            seed=strategy.seed,
+        )
+
+    seconds = strategy.search_seconds * (1 - _FIRST)
+    if strategy.memory_bytes is None:
+        found = find([limit] * stages, seconds)
+    else:
+        found = within(find, limit, stages, seconds)
     return Choice.of(found.schedule, choice.positions, found.makespan, found.bound)

@@ -157,7 +157,9 @@ def _named(names: list[str], cuts: list[str], chunks: int) -> list[int]:
 def _layout(order: list[fx.Node], names: list[str], text: str, chunks: int) -> list[int]:
     counts = [int(part) for part in re.split(r"[-,|]", text)]
     if len(counts) != chunks:
-        raise ProgramError(f"cuts={text!r} gives {len(counts)} counts of layers, but there are {chunks} chunks")
+        raise ProgramError(
+            f"cuts={text!r} gives {len(counts)} counts of layers, but there are {chunks} chunks"
+        )
     path, layers = _blocks(order, names)
     if not layers:
         raise ProgramError(
