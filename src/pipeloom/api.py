@@ -25,11 +25,11 @@ from torch import nn
 
 from .auto import choose, refine
 from .passes.random_keys import key_of, preserved_generators
-from .planner import Planner, digest_of
+from .planner import Captured, Planner, digest_of
 from .planning import Plan
 from .planning.choice import Choice
 from .program import compat
-from .program.batch import BatchForm, batch_size, flatten_batch, split_batch
+from .program.batch import BatchForm, batch_size, flatten_batch, shape_key, split_batch
 from .program.capture import LossFunction, split_example
 from .program.subprogram import ProgramSet
 from .runtime import agreement, checkpoint, launch
@@ -255,7 +255,7 @@ class Pipeline:
         yield from agreement.compare(
             transport,
             "program",
-            f"schedule {strategy.schedule_mode}, {strategy.pp_degree} stages × {strategy.vpp_degree} chunks, "
+            f"schedule {strategy.schedule_name}, {strategy.pp_degree} stages × {strategy.vpp_degree} chunks, "
             f"micro-batches {sizes}, "
             f"leaves {[tuple(t.shape) for t in leaves]}, programs {digest_of([programs])[:16]}",
         )
@@ -343,8 +343,13 @@ class Pipeline:
         self, leaves: Sequence[torch.Tensor], form: Any, sizes: list[int], *, training: bool
     ) -> _Division:
         """The executor for a batch cut like this: from the cache, or compiled now (each new shape is captured once)."""
-        micro_batches = split_batch(leaves, sizes)
-        captured = [self.planner.captured(m, form, training=training) for m in micro_batches]
+        shapes: dict[Any, Captured] = {}
+        captured = []
+        for micro_batch in split_batch(leaves, sizes):
+            shape = shape_key(micro_batch)
+            if shape not in shapes:
+                shapes[shape] = self.planner.captured(micro_batch, form, training=training)
+            captured.append(shapes[shape])
         sets = [c.programs for c in captured]
         key = (training, tuple(id(s) for s in sets))
         if key not in self._divisions:

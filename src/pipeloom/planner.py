@@ -24,6 +24,7 @@ from .passes.label_chunks import LabelChunks
 from .planning import Costs, Plan
 from .planning.choice import Choice
 from .planning.devices import UNKNOWN, Roofline
+from .planning.explicit import check_jobs
 from .planning.search import search
 from .program.batch import BatchForm, shape_key
 from .program.capture import LossFunction, capture_leaves
@@ -124,7 +125,7 @@ class Planner:
 
     def _first_passes(self, program: Program) -> list[Pass]:
         """What comes before labels."""
-        passes: list[Pass] = [build_pass("random_keys")]
+        passes: list[Pass] = [build_pass("random_keys"), build_pass("drop_clones")]
         if program.training and self.strategy.split_backward:
             passes.append(build_pass("split_fused_grads"))
         if program.training:
@@ -158,12 +159,17 @@ class Planner:
         self, micro_batches: int, unit_costs: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0)
     ) -> Schedule:
         """The strategy's schedule for M micro-batches, each of F, B and W in ascending order (bit-equality rests
-        on it)."""
+        on it), unless it is the user's own: that is checked, and may run in any order."""
         strategy = self.strategy
+        name = strategy.named_schedule
         if strategy.schedule_mode == AUTO:
             return self._chosen(micro_batches, unit_costs)
+        if name is None:
+            own = strategy.own_schedule(micro_batches)
+            check_jobs(own)
+            return own
         return build(
-            strategy.schedule_mode,
+            name,
             stages=strategy.pp_degree,
             chunks=strategy.vpp_degree,
             micro_batches=micro_batches,
@@ -201,7 +207,9 @@ class Planner:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        return self.choice.placement if self.choice is not None else self.schedule(1).placement
+        if self.choice is not None:
+            return self.choice.placement
+        return self.strategy.own_placement if self.strategy.has_own_schedule else self.schedule(1).placement
 
     def choose(self, choice: Choice) -> None:
         """Takes what the search chose; before the first capture."""

@@ -19,12 +19,14 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
-from .schedules import build, canonical_name, linear, loop, vee
+from .planning.exchange import schedule_from_csv
+from .planning.explicit import Own, first_micro_batches, own_schedule
+from .schedules import Schedule, build, canonical_name, linear, loop, vee
 from .schedules.catalogue import CATALOGUE
 
 
@@ -34,6 +36,8 @@ class StrategyError(ValueError):
 
 #: the planner chooses placement, chunks a stage, cuts and order
 AUTO: Final = "auto"
+#: the schedule stands in schedule_file
+FILE: Final = "file"
 
 _UNITS: Final[dict[str, int]] = {
     "B": 1,
@@ -50,11 +54,15 @@ class Strategy:
         pp_degree: stages S, ranks of the "pp" dimension. vpp_degree: chunks a stage V.
         schedule_mode: a name of `pipeloom schedules` or torch's name for it; or "auto": the planner searches for
         placement, chunks a stage, cuts and order, for search_seconds, within memory_limit (left out: what 1F1B
-        needs), and runs the best that it finds.
+        needs), and runs the best that it finds. Or a schedule of the user's own: one list of jobs a stage, like
+        [["F0.0", "X0.0"], ["F1.0", "X1.0"]], or a function of (stages, chunks a stage, micro-batches) that gives
+        such lists or a schedules.Schedule. Any order that is safe will do.
+        schedule_file: a file with such a schedule, as torch.distributed.pipelining writes it (CSV).
         split_backward: run the backward as B and W; implied by ZBH1 and ZBV.
         cuts: where chunks begin: None (balanced by cost), a list of S·V−1 module names, a regular expression that
         matches them in full, or layers a chunk like "6-6-9-3" (of the model's longest list of blocks).
-        placement: None (the schedule's own), "linear", "loop", "v" or a list of stages.
+        placement: None (the schedule's own), "linear", "loop", "v" or a list of stages; of a schedule of the user's
+        own, any list that uses each stage.
         memory_limit: bytes a rank: None, an int, or text like "16GiB" or "500MB"; kept as an int.
         costs: "measured" (jobs are timed before planning) or "roofline" (modelled).
         passes: names of registered passes of the user's own, run after the built-in ones.
@@ -71,7 +79,8 @@ class Strategy:
 
     pp_degree: int = 1
     vpp_degree: int = 1
-    schedule_mode: str = "1F1B"
+    schedule_mode: str | Own = "1F1B"
+    schedule_file: str | None = None
     accumulate_steps: int | None = None
     micro_batch_size: int | None = None
     split_backward: bool = False
@@ -92,6 +101,10 @@ class Strategy:
     costs: Literal["measured", "roofline"] = "measured"
     search_seconds: float = 10.0
 
+    #: made by __post_init__, of a schedule of the user's own: the lists that were given, and where its chunks lie
+    _listed: ClassVar[Schedule | None] = None
+    _placed: ClassVar[tuple[int, ...] | None] = None
+
     def __new__(cls, *args: Any, **fields: Any) -> Strategy:
         # Before the generated __init__ sees them: a misspelt field gets a hint, not a bare TypeError.
         if args:
@@ -110,6 +123,52 @@ class Strategy:
         self._check_running()
 
     # ---- what others ask of a Strategy
+
+    @property
+    def schedule_name(self) -> str:
+        """A short text for schedule_mode; of the user's own, "own", the function's name or the file's."""
+        if self.schedule_file is not None:
+            return re.split(r"[/\\\\]", self.schedule_file)[-1]
+        if isinstance(self.schedule_mode, str):
+            return self.schedule_mode
+        if callable(self.schedule_mode):
+            return str(getattr(self.schedule_mode, "__name__", type(self.schedule_mode).__name__))
+        return "own"
+
+    @property
+    def named_schedule(self) -> str | None:
+        """The catalogue's name; None for "auto" and for a schedule of the user's own."""
+        mode = self.schedule_mode
+        return mode if isinstance(mode, str) and mode not in (AUTO, FILE) else None
+
+    @property
+    def has_own_schedule(self) -> bool:
+        return self.named_schedule is None and self.schedule_mode != AUTO
+
+    def own_schedule(self, micro_batches: int) -> Schedule:
+        """The user's own schedule for M micro-batches; of a list for more, the first M. Raises ValueError where it
+        isn't a schedule for this many stages, chunks and micro-batches."""
+        assert self.has_own_schedule
+        if self._listed is not None:
+            return first_micro_batches(self._listed, micro_batches)
+        assert callable(self.schedule_mode)
+        made = self.schedule_mode(self.pp_degree, self.vpp_degree, micro_batches)
+        name = f"schedule_mode {self.schedule_name}"
+        schedule = own_schedule(made, name, self.pp_degree, self.chunks, self._placed)
+        if schedule.micro_batches != micro_batches:
+            raise ValueError(
+                f"{name}({self.pp_degree}, {self.vpp_degree}, {micro_batches}) gave a schedule for "
+                f"{schedule.micro_batches} micro-batches: it must have the jobs of micro-batches 0 to "
+                f"{micro_batches - 1}"
+            )
+        return schedule
+
+    @property
+    def own_placement(self) -> tuple[int, ...]:
+        """Where the chunks of a schedule of the user's own lie."""
+        if self._placed is not None:
+            return self._placed
+        return self.own_schedule(self.accumulate_steps or 1).placement
 
     @property
     def chunks(self) -> int:
@@ -177,18 +236,28 @@ class Strategy:
         return cls.from_dict(table, where=f"{path} [strategy]")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `from_dict` takes back, JSON and TOML alike (None where TOML leaves a field "
-        "out)."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        """Plain values that `from_dict` takes back, JSON and TOML alike (None where TOML leaves a field out).
+        A function for a schedule is written by its qualified name, which can't be read back."""
+        mode = self.schedule_mode
+        values = self._values()
+        if callable(mode):
+            values["schedule_mode"] = _qualified(mode)
+        return {name: _plain(value) for name, value in values.items()}
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def replace(self, **changes: Any) -> Strategy:
         """A copy with some fields changed, checked anew."""
-        values = self.to_dict()
-        if "schedule_mode" in changes and (
-            self.schedule_mode == AUTO or CATALOGUE[self.schedule_mode].splits
-        ):
-            values["split_backward"] = False  # it was the old schedule's, not the user's
+        values = self._values()
+        if "schedule_mode" in changes or "schedule_file" in changes:
+            name = self.named_schedule
+            if name is None or CATALOGUE[name].splits:
+                values["split_backward"] = False  # it was the old schedule's, not the user's
+            if "schedule_mode" in changes:
+                values["schedule_file"] = None
+            else:
+                values["schedule_mode"] = FILE
         return type(self).from_dict({**values, **changes})
 
     # ---- checks, a method for each group of fields
@@ -206,6 +275,18 @@ class Strategy:
         self._whole("pp_degree", 1, "stages, so ranks of one pipeline")
         self._whole("vpp_degree", 1, "chunks a stage")
         self._flag("split_backward")
+        self._set("_listed", None)
+        self._set("_placed", None)
+        if self.schedule_file is not None:
+            if self.schedule_mode not in ("1F1B", FILE):  # the default, or written by to_dict
+                raise StrategyError(
+                    f"schedule_file {self.schedule_file} was given beside schedule_mode={self.schedule_mode!r}: "
+                    "leave one of them out"
+                )
+            self._set("schedule_mode", FILE)
+        if self.schedule_file is not None or _is_own(self.schedule_mode):
+            self._set("split_backward", True)  # it may have any of B, W and X
+            return  # the rest of it is checked with its placement
         mode = _schedule(self.schedule_mode)
         self._set("schedule_mode", mode)
         self._check_search(mode)
@@ -277,12 +358,50 @@ class Strategy:
             )
         self._set("cuts", tuple(cuts))
 
+    def _check_own(self) -> None:
+        """A schedule of the user's own: read, if it is a list or a file, and told the number of micro-batches by."""
+        if not self.has_own_schedule:
+            return
+        mode, name = self.schedule_mode, "schedule_mode"
+        if self.schedule_file is not None:
+            name = f"schedule_file {self.schedule_file}"
+            mode = _read_schedule(self.schedule_file)
+        elif callable(mode) and not isinstance(mode, Schedule):
+            return
+        try:
+            listed = own_schedule(mode, name, self.pp_degree, self.chunks, self._placed)
+        except ValueError as error:
+            raise StrategyError(str(error)) from None
+        if self.schedule_file is None:
+            self._set("schedule_mode", tuple(tuple(map(str, jobs)) for jobs in listed.jobs))
+        if not isinstance(mode, Schedule) or self.schedule_file is not None:
+            listed = Schedule(self.schedule_name, listed.placement, listed.micro_batches, listed.codes)
+        self._set("_placed", listed.placement)
+        self._set("_listed", listed)
+        if self.accumulate_steps is None and self.micro_batch_size is None:
+            self._set("accumulate_steps", listed.micro_batches)
+        if self.accumulate_steps not in (None, listed.micro_batches):
+            raise StrategyError(
+                f"{name} is a schedule for {listed.micro_batches} micro-batches, but accumulate_steps is "
+                f"{self.accumulate_steps}: set accumulate_steps={listed.micro_batches}, or give a schedule for "
+                f"{self.accumulate_steps}"
+            )
+
     def _check_placement(self) -> None:
+        self._check_given_placement()
+        self._check_own()
+
+    def _check_given_placement(self) -> None:
         placement = self.placement
         if placement is None:
             return
         stages, turns = self.pp_degree, self.vpp_degree
-        expected = list(build(self.schedule_mode, stages=stages, chunks=turns, micro_batches=1).placement)
+        own = self.has_own_schedule
+        expected: list[int] = []
+        if not own:
+            name = self.named_schedule
+            assert name is not None
+            expected = list(build(name, stages=stages, chunks=turns, micro_batches=1).placement)
         if isinstance(placement, str):
             name = placement.lower()
             if name not in ("linear", "loop", "v"):
@@ -294,11 +413,11 @@ class Strategy:
                     f'placement "linear" has one chunk a stage, but vpp_degree is {self.vpp_degree}: use '
                     '"loop" or "v"'
                 )
-            if name == "v" and turns != 2:
+            if name == "v" and turns != 2 and not own:
                 raise StrategyError(
                     f'placement "v" has 2 chunks a stage, but vpp_degree is {turns}: set vpp_degree=2'
                 )
-            named = {"linear": linear(stages), "loop": loop(stages, turns), "v": vee(stages)}
+            named = {"linear": linear(stages), "loop": loop(stages, turns), "v": vee(stages, turns)}
             given = named[name]
             self._set("placement", name)
         else:
@@ -319,7 +438,14 @@ class Strategy:
                 )
             given = list(placement)
             self._set("placement", tuple(placement))
-        if given != expected:
+        if own:
+            if unused := sorted(set(range(stages)) - set(given)):
+                raise StrategyError(
+                    f"placement={self.placement!r} leaves stage {unused[0]} without a chunk: use each of the {stages} "
+                    "stages, or lower pp_degree"
+                )
+            self._set("_placed", tuple(given))
+        elif given != expected:
             raise StrategyError(
                 f"placement={self.placement!r} contradicts schedule_mode {self.schedule_mode}, whose "
                 f"chunks lie on stages {expected}: "
@@ -414,10 +540,44 @@ class Strategy:
 def _schedule(name: object) -> str:
     if isinstance(name, str) and name.lower() == AUTO:
         return AUTO
+    if name == FILE:
+        raise StrategyError('schedule_mode "file" goes with schedule_file: name the CSV file there')
+    if isinstance(name, str) and ":" in name:
+        raise StrategyError(
+            f"schedule_mode {name!r} names a function, which can't be read from text: pass the function itself, or the "
+            "lists of jobs that it makes"
+        )
     try:
         return canonical_name(name)  # type: ignore[arg-type]
     except ValueError as error:
         raise StrategyError(f"schedule_mode: {error}") from None
+
+
+def _is_own(mode: object) -> bool:
+    """Whether it has the form of a schedule of the user's own."""
+    return isinstance(mode, list | tuple | Schedule) or callable(mode)
+
+
+def _read_schedule(path: str) -> Schedule:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return schedule_from_csv(file.read())
+    except OSError as error:
+        raise StrategyError(
+            f"schedule_file {path}: can't be read ({error.strerror}); check the path"
+        ) from None
+    except ValueError as error:
+        raise StrategyError(f"schedule_file {path}: {error}") from None
+
+
+def _qualified(function: Callable[..., Any]) -> str:
+    """ "module:name", whose colon tells it from the names of schedules."""
+    owner = function if hasattr(function, "__qualname__") else type(function)
+    return f"{owner.__module__}:{owner.__qualname__}"
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _bytes(limit: object) -> int | None:

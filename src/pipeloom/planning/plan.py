@@ -16,8 +16,11 @@ from ..schedules.draw import draw
 from ..schedules.jobs import Edge, LoweredJob
 from ..schedules.schedule import Schedule
 from ..schedules.timeline import StepFigures, Timeline
+from ..schedules.timing import Stuck
 from .costs import Costs
 from .entries import PHASES, CodedLists, EntryCoding
+from .errors import PlanError
+from .exchange import to_csv
 from .lower import Lowered, lower, recognised
 from .simulate import Simulation, simulate
 from .verify import ascending, check_model, verify
@@ -52,7 +55,11 @@ class Plan:
         """Lowers, verifies and simulates. ascending_chunks: chunks that update buffers. Raises PlanError for
         what can't be run safely or within the limit, ValueError for edges or costs that don't fit the
         schedule."""
-        return cls.of(lower(schedule, edges, costs), costs, memory_limit, ascending_chunks)
+        try:
+            lowered = lower(schedule, edges, costs)
+        except Stuck as stuck:
+            raise PlanError("cycle", f"{schedule.name} can't run in this order: {stuck}") from None
+        return cls.of(lowered, costs, memory_limit, ascending_chunks)
 
     @classmethod
     def of(
@@ -169,6 +176,11 @@ class Plan:
             raise ValueError(f"the plan can't be read: {error}") from error
         return cls.of(lowered, costs, limit, ascending_chunks)
 
+    def to_csv(self) -> str:
+        """The plan for torch.distributed.pipelining's runtime (see exchange.py). Raises PlanError where torch can't run
+        it."""
+        return to_csv(self.lowered)
+
     def show(self) -> None:
         """Prints the plan: a drawing in units of time, and a table of stages."""
         print(self.describe())
@@ -192,6 +204,10 @@ class Plan:
             lines.append(
                 f"{stage:>5}  {figures.busy[stage]:>5.0%}  {_bytes(self.simulation.peak[stage], unit):>9}  "
                 f"{len(self.simulation.start[stage]):>5}  {sends:>5}  {' '.join(own)}"
+            )
+        if not self.ascending:
+            lines.append(
+                "micro-batches of a chunk run out of order: gradients are equal to other plans' to rounding only"
             )
         return "\n".join(lines)
 

@@ -47,7 +47,7 @@ class RunFolder:
     def create(config: TrainConfig) -> RunFolder:
         """A new folder under config.out, named by the time, the schedule and the number of stages."""
         strategy = config.strategy
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{strategy.schedule_mode}-{strategy.pp_degree}"
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{strategy.schedule_name}-{strategy.pp_degree}"
         for attempt in range(1, 1000):
             path = Path(config.out) / (name if attempt == 1 else f"{name}.{attempt}")
             try:

@@ -226,6 +226,6 @@ class Run:
 def _title(config: TrainConfig) -> str:
     strategy = config.strategy
     return (
-        f"{strategy.schedule_mode}, {strategy.pp_degree} × {strategy.vpp_degree} chunks, "
+        f"{strategy.schedule_name}, {strategy.pp_degree} × {strategy.vpp_degree} chunks, "
         f"{len(strategy.micro_batches(config.batch_size))} micro-batches"
     )
