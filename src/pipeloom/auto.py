@@ -218,7 +218,9 @@ def resident_bytes(programs: ProgramSet, placement: Sequence[int]) -> list[int]:
             if kind in ("param", "buffer"):
                 mine[kind, name] = math.prod(shape) * dtype.itemsize
     for slot in programs.slots:
-        shapes[placement[slot.chunk]]["slot", slot.name] = _STATE * math.prod(slot.shape) * slot.dtype.itemsize
+        shapes[placement[slot.chunk]]["slot", slot.name] = (
+            _STATE * math.prod(slot.shape) * slot.dtype.itemsize
+        )
     return [sum(mine.values()) for mine in shapes]
 
 
