@@ -70,6 +70,7 @@ class Auto:
         #: by how much two timings of the pieces differed, as a share; None before they are measured
         self.spread: float | None = None
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._splits: dict[tuple[int, ...], ProgramSet] = {}
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -101,17 +102,23 @@ class Auto:
         chunks_allowed: Sequence[int] = (1, 2, 3, 4),
         seed: int = 0,
     ) -> Proposal:
-        """The best plan found within the limit (bytes a rank; None: what 1F1B needs). Raises PlanError("memory")
-        where nothing fits."""
+        """The best plan found within the limit (bytes a rank, held to exactly; None: about what 1F1B needs). Raises
+        PlanError("memory") where nothing fits."""
         limit = self.default_limit(micro_batches) if memory_limit is None else memory_limit
         most = max(1, (len(self.allowed) + 1) // self.stages)
+
+        def of(placement: tuple[int, ...]) -> tuple[Costs, list[Edge]]:
+            cuts = self.cuts(placement, micro_batches)
+            if memory_limit is not None:
+                return self.exact(placement, cuts)
+            return self.costs(placement, cuts), self.edges(cuts)
 
         def find(allowed: Sequence[float], seconds: float) -> Found:
             return search(
                 self.stages,
                 micro_batches,
-                lambda placement, _v: self.costs(placement, self.cuts(placement, micro_batches)),
-                edges_of=lambda placement, _v: self.edges(self.cuts(placement, micro_batches)),
+                lambda placement, _v: of(placement)[0],
+                edges_of=lambda placement, _v: of(placement)[1],
                 memory_limit=allowed,
                 budget_seconds=seconds,
                 chunks_allowed=[v for v in chunks_allowed if v <= most] or [1],
@@ -122,7 +129,7 @@ class Auto:
         placement = found.schedule.placement
         cuts = self.cuts(placement, micro_batches)
         choice = Choice.of(found.schedule, cuts, found.makespan, found.bound)
-        return Proposal(found, choice, self.costs(placement, cuts), self.edges(cuts))
+        return Proposal(found, choice, *of(placement))
 
     def cuts(self, placement: Sequence[int], micro_batches: int) -> tuple[int, ...]:
         """The cuts for a placement: balanced, then moved where that shortens a simulated step of a schedule made
@@ -172,12 +179,19 @@ class Auto:
     def exact(self, placement: Sequence[int], cuts: Sequence[int]) -> tuple[Costs, list[Edge]]:
         """The same, and the edges, with bytes as the sub-programs have them: what is kept from F to B, to W, and what
         a job needs meanwhile. An Adam-like optimizer's state is counted. Splitting a program takes seconds."""
-        label = LabelChunks(len(placement), positions=cuts)
-        programs = self.planner.split(self.program.copy(), label)
+        if tuple(cuts) not in self._splits:
+            label = LabelChunks(len(placement), positions=cuts)
+            self._splits[tuple(cuts)] = self.planner.split(self.program.copy(), label)
+        programs = self._splits[tuple(cuts)]
         modelled = self.costs(placement, cuts)
-        whole = self.planner.costs(programs, resident_bytes(programs, placement))
-        seconds = {"forward": modelled.forward, "backward_b": modelled.backward_b}
-        return replace(whole, **seconds, backward_w=modelled.backward_w, backward=()), programs.edges()
+        costs = replace(
+            self.planner.costs(programs, resident_bytes(programs, placement)),
+            forward=modelled.forward,
+            backward_b=modelled.backward_b,
+            backward_w=modelled.backward_w,
+            backward=(),
+        )
+        return costs, programs.edges()
 
     def edges(self, cuts: Sequence[int]) -> list[Edge]:
         """A chain with what crosses each cut (edges that skip chunks are counted at each cut that they cross)."""
