@@ -88,6 +88,18 @@ def test_costs_place_the_weight_jobs(pipeloom: Callable[..., Done]) -> None:
     assert json.loads(cheap.stdout)["jobs"] != json.loads(even.stdout)["jobs"]
 
 
+def test_simulate_writes_torch_s_csv(pipeloom: Callable[..., Done], tmp_path: Path) -> None:
+    file = tmp_path / "plan.csv"
+    done = pipeloom(*f"simulate --stages 2 --micro-batches 1 --comm 0.1 --csv {file}".split())
+    assert done.returncode == 0, done.stderr
+    assert file.read_text() == (
+        "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+    )
+    done = pipeloom(*f"simulate --stages 2 --micro-batches 1 --csv {tmp_path / 'no' / 'plan.csv'}".split())
+    assert done.returncode == 2
+    assert "can't be written (No such file or directory)" in done.stderr
+
+
 def test_simulate_imports_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['pipeloom', 'simulate', '--stages', '2', '--micro-batches', '4']\n"

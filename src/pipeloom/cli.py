@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final, NoReturn
 import typer
 
 from . import planning, schedules
+from .planning.exchange import to_csv
 from .schedules.catalogue import ALIASES, CATALOGUE
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -180,6 +181,10 @@ def simulate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write jobs and figures there; - for standard output.")
     ] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", help="Write the plan there for torch.distributed.pipelining (compute_comms)."),
+    ] = None,
 ) -> None:
     """What a schedule would cost: its makespan, bubbles and memory, and the least that is possible.
 
@@ -207,6 +212,12 @@ def simulate(
     result = planning.simulate(made, per_chunk)
     bound = planning.lower_bound(made.placement, micro_batches, per_chunk)
     report = planning.simulation_json(made, result, bound)
+    if csv_file is not None:
+        lowered = planning.lower(made, schedules.chain_edges(made.total_chunks), per_chunk)
+        try:
+            csv_file.write_text(to_csv(lowered), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--csv {csv_file}: can't be written ({error.strerror})") from None
     if json_file is not None:
         text = json.dumps(report) + "\n"
         if str(json_file) == "-":
