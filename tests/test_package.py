@@ -25,6 +25,7 @@ FLOORS = {
     "report": 3,
     "auto": 3.5,
     "api": 4,
+    "proposals": 4,
     "local": 5,
     "training": 5,
     "cli": 6,

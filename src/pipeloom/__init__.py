@@ -20,6 +20,7 @@ What `compile` does, and the room where each part lives:
     schedules/      who computes what, in which order: 1F1B, VPP, ZBV, …            schedules.build
     planning/       costs, transfers placed and proven safe, the predicted step     Plan
     planner.py      the one place where passes and planning meet
+    proposals.py    which plan to take, before any rank is started                  plan
     runtime/        one executor a rank: transports, gradients, update, checkpoints
     api.py          compile, and the Pipeline that it returns                       compile, Pipeline
     report/         console, Perfetto trace, the timeline page
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .passes import Pass, register_pass
     from .planning import Plan, PlanError
     from .program import Program, capture
+    from .proposals import Proposals, plan
     from .strategy import Strategy, StrategyError
 
 __all__ = [
@@ -49,10 +51,12 @@ __all__ = [
     "Plan",
     "PlanError",
     "Program",
+    "Proposals",
     "Strategy",
     "StrategyError",
     "capture",
     "compile",
+    "plan",
     "register_pass",
     "schedules",
 ]
@@ -64,10 +68,12 @@ _ROOMS = {
     "Plan": "planning",
     "PlanError": "planning",
     "Program": "program",
+    "Proposals": "proposals",
     "Strategy": "strategy",
     "StrategyError": "strategy",
     "capture": "program",
     "compile": "api",
+    "plan": "proposals",
     "register_pass": "passes",
 }
 

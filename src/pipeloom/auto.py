@@ -73,9 +73,14 @@ class Auto:
         self._splits: dict[tuple[int, ...], ProgramSet] = {}
 
     @cached_property
+    def modelled(self) -> Pieces:
+        """The model's pieces, with a roofline's seconds."""
+        return pieces_of(self.program, self.order, self.allowed, self.planner.roofline)
+
+    @cached_property
     def pieces(self) -> Pieces:
         """The model's pieces; seconds measured here where the strategy says so."""
-        modelled = pieces_of(self.program, self.order, self.allowed, self.planner.roofline)
+        modelled = self.modelled
         if self.planner.strategy.costs != "measured":
             return modelled
         chunks = min(PROBES, len(self.allowed) + 1)
@@ -142,6 +147,10 @@ class Auto:
                 cuts, _ = improved(self.pieces, cuts, judge)
             self._cuts[key] = tuple(cuts)
         return self._cuts[key]
+
+    def fix(self, placement: Sequence[int], cuts: Sequence[int]) -> None:
+        """Takes a placement's cuts from the user."""
+        self._cuts[tuple(placement)] = tuple(cuts)
 
     def _judge(
         self, placement: tuple[int, ...], micro_batches: int
