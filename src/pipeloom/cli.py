@@ -1,6 +1,7 @@
 """The commands. No logic here: each one reads its options, calls one room and prints.
 
     pipeloom train       start a training run on this machine, or join one under torchrun
+    pipeloom plan        which pipeline a run should use, before it is started
     pipeloom simulate    what a schedule would cost, without torch
     pipeloom schedules   the schedules by name, drawn
 
@@ -9,11 +10,13 @@ Exit codes: 0, 1 for a failure, 2 for bad input (told in one line), 130 for an i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
@@ -22,6 +25,7 @@ import typer
 from . import planning, schedules
 from .planning.exchange import to_csv
 from .schedules.catalogue import ALIASES, CATALOGUE
+from .schedules.timeline import Timeline
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -31,6 +35,8 @@ _OPTIONS: Final[dict[str, str]] = {
     "vpp_degree": "--chunks",
     "schedule_mode": "--schedule",
     "accumulate_steps": "--micro-batches",
+    "memory_limit": "--memory",
+    "budget": "--budget",
 }
 _SHAPE, _RUN, _MODEL = "Pipeline", "Training", "Model"
 
@@ -168,19 +174,77 @@ def train(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path | None, typer.Option(help="A TOML file as `pipeloom train` takes it.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline, here or elsewhere.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a rank, like 16GiB.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches a step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Windows a step.")] = None,
+    budget: Annotated[str, typer.Option(help="Of searching, like 10s or 2min.")] = "10s",
+    device: Annotated[
+        str | None,
+        typer.Option(help="A name (h100, a100-80gb, …) or a JSON file of numbers; default: timed here."),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show all plans, not the best of each schedule.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all plans there; - for standard output.")
+    ] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write the chosen plan's page there.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write its trace for ui.perfetto.dev there.")] = None,
+) -> None:
+    """Which pipeline a run should use, before it is started: every schedule's step, bubbles, memory and traffic.
+
+    No ranks are started; there may be more than this machine has. Exit code 1: nothing fits the memory.
+    """
+    from .training.config import TrainConfig, merge_tables, read_tables
+    from .training.propose import propose
+
+    tables = read_tables(config) if config is not None else {}
+    strategy = {} if micro_batches is None else {"accumulate_steps": micro_batches}
+    train = {} if batch_size is None else {"batch_size": batch_size}
+    run = TrainConfig.from_tables(
+        merge_tables(tables, {"strategy": strategy, "train": train}), where=str(config or "")
+    )
+    found = propose(run, ranks=ranks, memory=memory, budget=budget, device=device)
+    if not (json_file is not None and _write_json(json_file, found.to_json())):
+        found.show(every=every)
+    if found.best is None:
+        raise typer.Exit(1)
+    if timeline is not None or trace is not None:
+        _write_pictures(found.timeline(), timeline, trace)
+
+
+@app.command()
 def simulate(
     stages: Annotated[int, typer.Option(help="Stages S.")],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches M.")],
-    chunks: Annotated[int, typer.Option(help="Chunks a stage, V.")] = 1,
-    schedule: Annotated[str, typer.Option(help="See `pipeloom schedules`.")] = "1F1B",
+    chunks: Annotated[
+        int | None, typer.Option(help="Chunks a stage, V; default: 1, and for auto the best of 1 to 4.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="See `pipeloom schedules`; or auto, a search.")] = "1F1B",
     split_backward: Annotated[bool | None, typer.Option(help="Run backwards as two jobs.")] = None,
     costs: Annotated[
-        str, typer.Option(help="F,B,W of a stage, in any unit; a chunk costs its share of them.")
-    ] = "1,1,1",
+        str | None, typer.Option(help="F,B,W of a stage, in any unit; a chunk costs its share of them.")
+    ] = None,
+    costs_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Or of each chunk: JSON with forward, backward_b and backward_w, a number a chunk."
+        ),
+    ] = None,
     comm: Annotated[float, typer.Option(help="Of a message between stages, in the same unit.")] = 0.0,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Limit of a stage: 1x is what 1F1B needs, 6 is six micro-batches; for auto 1x."),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Of auto's search, like 30s.")] = "10s",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write jobs and figures there; - for standard output.")
     ] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write the step as an HTML page there.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev there.")] = None,
     csv_file: Annotated[
         Path | None,
         typer.Option("--csv", help="Write the plan there for torch.distributed.pipelining (compute_comms)."),
@@ -190,49 +254,41 @@ def simulate(
 
     Memory is in units of one micro-batch's activations of one stage.
     """
-    numbers = [float(part) if _is_number(part) else -1.0 for part in costs.split(",")]
-    if len(numbers) != 3 or min(numbers) < 0:
-        raise ValueError(
-            f"--costs {costs}: write three numbers of at least 0, for F, B and W, like 1,1.1,0.8"
-        )
-    if not comm >= 0:
-        raise ValueError(f"--comm {comm}: write a number of at least 0")
-    options = {} if split_backward is None else {"split_backward": split_backward}
-    forward, backward, weight = numbers
-    share = [number / max(1, chunks) for number in numbers]
-    made = schedules.build(
+    from .planning import trial as trials
+
+    if costs is not None and costs_file is not None:
+        raise ValueError("--costs and --costs-file both say what jobs cost: give one of them")
+    if costs_file is not None:
+        numbers = trials.numbers_of(costs_file, stages, comm)
+    else:
+        numbers = trials.numbers(costs or "1,1,1", comm)
+    tried = trials.trial(
         schedule,
-        stages=stages,
+        numbers,
+        stages,
+        micro_batches,
         chunks=chunks,
-        micro_batches=micro_batches,
-        unit_costs=(*share, comm),
-        **options,
+        split_backward=split_backward,
+        memory=memory,
+        budget=budget,
     )
-    per_chunk = planning.Costs.per_stage(stages, chunks, forward, backward, weight, comm)
-    result = planning.simulate(made, per_chunk)
-    bound = planning.lower_bound(made.placement, micro_batches, per_chunk)
-    report = planning.simulation_json(made, result, bound)
+    made, result, bound = tried.schedule, tried.simulation, tried.bound
     if csv_file is not None:
-        lowered = planning.lower(made, schedules.chain_edges(made.total_chunks), per_chunk)
-        try:
+        lowered = planning.lower(made, schedules.chain_edges(made.total_chunks), result.costs)
+        with _writing("--csv", csv_file):
             csv_file.write_text(to_csv(lowered), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--csv {csv_file}: can't be written ({error.strerror})") from None
-    if json_file is not None:
-        text = json.dumps(report) + "\n"
-        if str(json_file) == "-":
-            typer.echo(text, nl=False)
-            return
-        try:
-            json_file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--json {json_file}: can't be written ({error.strerror})") from None
+    if timeline is not None or trace is not None:
+        _write_pictures(result.timeline(f"predicted {made.name}"), timeline, trace)
+    if json_file is not None and _write_json(json_file, planning.simulation_json(made, result, bound)):
+        return
     typer.echo(schedules.draw(made, columns=28))
     above = f"{result.makespan / bound - 1:.1%} above the bound {bound:.6g}" if bound else "no work"
     typer.echo(f"\nmakespan       {result.makespan:.6g} ({above})")
     typer.echo(f"bubble, global {result.bubble_global:.2%} of stages × makespan")
     typer.echo(f"bubble, span   {result.bubble_span:.2%} of stages × the longest span of a stage")
     typer.echo(f"peak a stage   {' '.join(f'{peak:.4g}' for peak in result.peak)}")
+    for name, text in tried.notes:
+        typer.echo(f"{name:<15}{text}")
 
 
 @app.command("schedules")
@@ -250,8 +306,35 @@ def list_schedules() -> None:
         typer.echo("")
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"\s*\d*\.?\d+(e[+-]?\d+)?\s*", text, re.IGNORECASE) is not None
+def _write_json(path: Path, data: dict[str, Any]) -> bool:
+    """Writes a JSON file; True where it is standard output, which nothing else may be printed to."""
+    text = json.dumps(data) + "\n"
+    if str(path) == "-":
+        typer.echo(text, nl=False)
+        return True
+    with _writing("--json", path):
+        path.write_text(text, encoding="utf-8")
+    return False
+
+
+def _write_pictures(timeline: Timeline, page: Path | None, trace: Path | None) -> None:
+    from .report.timeline import write_timeline
+    from .report.trace import write_trace
+
+    if page is not None:
+        with _writing("--timeline", page):
+            write_timeline(page, [timeline], title=timeline.title)
+    if trace is not None:
+        with _writing("--trace", trace):
+            write_trace(trace, [timeline])
+
+
+@contextlib.contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option} {path}: can't be written ({error.strerror})") from None
 
 
 def main() -> None:

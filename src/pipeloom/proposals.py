@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -33,6 +32,7 @@ from .planning.candidates import AUTO, EVEN, Candidate, Row, chosen, named_rows,
 from .planning.devices import DOUBT, UNKNOWN, Device, DeviceError, Link, Roofline, device_from, device_named
 from .planning.plan import Plan
 from .planning.search import Found, search
+from .planning.trial import budget_seconds
 from .program import compat
 from .program.batch import batch_size, flatten_batch, split_batch
 from .program.capture import LossFunction, split_example
@@ -65,8 +65,8 @@ class Proposals:
     """What `plan` found. rows: all plans, the chosen one first, then those that fit, fastest first. best: the chosen
     row, None where nothing fits; why: it, in a sentence. bound: seconds that no order of any candidate within
     memory_limit (bytes a rank, or infinite) can beat. costs: where seconds come from, and how sure they are. next_gib:
-    what a GiB more on each rank would buy. modules[row]: the modules at which a row's chunks begin. strategy: what runs the best
-    row; None if there is none."""
+    what a GiB more on each rank would buy. modules[row]: the modules at which a row's chunks begin. strategy: what
+    runs the best row; None if there is none."""
 
     rows: tuple[Row, ...]
     best: Row | None
@@ -172,7 +172,7 @@ def plan(
                 auto.fix(
                     placement, choose_cuts(auto.program, given.chunks, given.cuts, replicated(auto.program))
                 )
-    return _Table(auto, source, len(sizes), chunks, _seconds(budget)).proposals()
+    return _Table(auto, source, len(sizes), chunks, budget_seconds(budget)).proposals()
 
 
 class _Table:
@@ -446,17 +446,6 @@ def _machine(device: torch.device) -> str:
     return (
         f"{device.type} with {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else str(device)
     )
-
-
-def _seconds(budget: float | str) -> float:
-    """A number of seconds, or text like "30s" or "2min". Raises StrategyError."""
-    seconds = budget
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|)\s*", budget)
-        seconds = math.nan if match is None else float(match[1]) * (60 if match[2] == "min" else 1)
-    if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
-        raise StrategyError(f'budget={budget!r}: write seconds above 0, like 10, "30s" or "2min"')
-    return float(seconds)
 
 
 def _shape(candidate: Candidate) -> str:
