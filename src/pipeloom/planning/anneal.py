@@ -18,7 +18,7 @@ import numpy as np
 
 from .case import Arrays, Case, Floats, Ints, Order, unit
 from .compiled import compiled
-from .retime import Spread, first_turns, renew_turns, retime, shift, sound, spread, undo
+from .retime import Spread, first_turns, renew_turns, retime, shift, sound, spread, touched, undo
 from .walk import STUCK, Times, blank, finish, fits
 
 #: weight of the other stages' ends in what an order is worth
@@ -27,6 +27,8 @@ _EARLY: Final = 0.02
 _OVERHEAD: Final = 10
 #: accepted moves until entries are put in the order of their starts anew
 _RENEW: Final = 200
+#: jobs timed between two looks at the clock
+_SLICE: Final = 2_000_000
 
 
 @compiled
@@ -123,7 +125,7 @@ def _run(
             stage = a.stage_of[order[i] % total]
             j = i
             order[i] += total if order[i] < 3 * total else -total
-            first, last = max(i - 1, a.offset[stage]), i
+            first, last = touched(a, order, stage, i, i)
         else:
             reach = 1 + int(_random(random) ** 2.5 * 14.0)
             if _random(random) < 0.5:
@@ -150,11 +152,7 @@ def _run(
             if near == j:
                 continue  # equal entries: nothing would change
             shift(a, order, t, i, j)
-            first, last = min(i, j), max(i, j)
-            if first > a.offset[stage] and total <= order[first - 1] < 2 * total:
-                first -= 1  # its W may have joined or left it
-            if last + 1 < a.offset[stage + 1] and order[last + 1] >= 3 * total:
-                last += 1
+            first, last = touched(a, order, stage, i, j)
         if sound(a, order, t, first, last) and fits(a, order, t, stage, first, last + 1):
             most = value - heat * math.log(_random(random) + 1e-12)
             # all stages' work is known, so their part of the worth is no less than this
@@ -237,7 +235,6 @@ def anneal(
     span = np.array([hot * scale, cold * scale, 1e-9 * max(best, scale)])
     used = moves = 0
     late = False
-    slice_ = max(visits // 50, 4_000_000)
     finish(case.arrays, entries, times)
     for stage in range(case.stages):
         fits(case.arrays, entries, times, stage, *case.arrays.offset[stage : stage + 2])
@@ -246,7 +243,7 @@ def anneal(
         if time.monotonic() > deadline:
             late = True
             break
-        upto = min(used + slice_, visits)
+        upto = min(used + _SLICE, visits)
         best, used, tried = _run(
             case.arrays,
             entries,

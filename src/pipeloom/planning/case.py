@@ -126,6 +126,8 @@ class Case:
                 into.append(len(source))
         hf, hw, hb = (np.array(held) for held in (costs.held_forward, costs.held_weight, costs.held_backward))
         work = {kind: np.array([costs.workspace_of(kind, c) for c in range(total)]) for kind in "FBWX"}  # type: ignore[arg-type]
+        # as in memory.py: a B frees what was kept for it as it goes
+        rise_b = np.where(work["B"] > 0, np.maximum(hb - hf, work["B"]), hb)
         joined = whole - backward_b
         weights = np.array(costs.backward_w)
         least = np.concatenate([forward, backward_b, np.minimum(weights, joined)])
@@ -148,7 +150,7 @@ class Case:
             np.array(near, dtype=np.bool_),
             np.array([0, *np.cumsum([len(r) for r in readers])], dtype=np.int64),
             np.array([entry for r in readers for entry in r], dtype=np.int64),
-            np.concatenate([np.maximum(hf + hw, work["F"]), np.maximum(hb, work["B"]), work["W"], work["W"]]),
+            np.concatenate([np.maximum(hf + hw, work["F"]), rise_b, work["W"], work["W"]]),
             np.concatenate([hf + hw, hb - hf, -hw - hb, -hw - hb]),
             work["X"],
             -hf - hw,
@@ -167,15 +169,26 @@ class Case:
         return np.array([(limit - b) * (1 + 1e-9) + 1e-9 * b for limit, b in zip(limits, base, strict=True)])
 
     def least(self) -> Floats:
-        """Bytes beyond the limit's base that each stage needs at least: one micro-batch in all its chunks."""
-        costs = self.costs
-        out = np.zeros(self.stages)
-        for stage, chunks in enumerate(self.own):
-            alive = 0.0
-            for chunk in chunks:
-                out[stage] = max(out[stage], alive + self.arrays.add[chunk])
-                alive += costs.held_forward[chunk] + costs.held_weight[chunk]
-        return out
+        """Bytes beyond what is always alive that each stage needs at least: one micro-batch through all its
+        chunks, its backwards all joined or all split."""
+        return np.array([min(needs) for needs in map(self.alone, range(self.stages))])
+
+    def alone(self, stage: int) -> tuple[float, float]:
+        """Bytes that one micro-batch takes on a stage with split backwards, and with joined ones (infinite where
+        the case doesn't join)."""
+        arrays, total = self.arrays, len(self.placement)
+        most = alive = 0.0
+        for chunk in self.own[stage]:
+            most = max(most, alive + float(arrays.add[chunk]))
+            alive += float(arrays.keep[chunk])
+        split, joined, left = most, most if self.joins else math.inf, alive
+        for chunk in reversed(self.own[stage]):
+            for entry in (total + chunk, 2 * total + chunk):
+                split = max(split, alive + float(arrays.add[entry]))
+                alive += float(arrays.keep[entry])
+            joined = max(joined, left + float(arrays.join_add[chunk]))
+            left += float(arrays.join_keep[chunk])
+        return split, joined
 
     def encode(self, schedule: Schedule) -> Order:
         """A schedule of this placement and number of micro-batches as an order. Raises ValueError for

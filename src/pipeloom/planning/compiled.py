@@ -8,7 +8,7 @@ which depends on the processor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -19,4 +19,5 @@ def compiled(function: Kernel) -> Kernel:
     """The function, compiled for the types of its arguments. It must not make arrays: without the counting of
     references that this would need, kernels that pass many arrays about run up to four times faster. Floats
     keep their IEEE meaning, so that a search gives the same answer on every machine."""
-    return cast(Kernel, numba.njit(cache=True, error_model="numpy", _nrt=False)(function))
+    options: dict[str, Any] = {"cache": True, "error_model": "numpy", "_nrt": False}
+    return cast(Kernel, numba.njit(**options)(function))

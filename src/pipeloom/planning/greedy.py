@@ -3,7 +3,8 @@
 Runs the step in time: a stage that is free takes the job that its policy prefers among those that can start;
 a W fills waits and makes room. An F of chunk c starts only if memory + its bytes + one micro-batch of each
 deeper chunk of the stage with nothing in flight stay within the limit, so the most advanced micro-batch can
-always go on, and any limit that holds one micro-batch gives an order. Policies in the spirit of the heuristic
+always go on. Where B's and W's add bytes of their own the tightest limits may defeat it; `one_at_a_time` then
+still fits. Policies in the spirit of the heuristic
 of Qi et al. (2023, "Zero Bubble Pipeline Parallelism"). Alone they are up to five times the bound at tight
 limits; as starting points they are worth having.
 """
@@ -15,7 +16,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from .case import Arrays, Case, Flags, Floats, Ints, Order
+from ..schedules.schedule import BACKWARD_B, BACKWARD_W
+from .case import JOINED, Arrays, Case, Flags, Floats, Ints, Order
 from .compiled import compiled
 
 BACKWARD_FIRST: Final = 0
@@ -74,10 +76,25 @@ def greedy(case: Case, policy: GreedyPolicy) -> Order | None:
         policy.chunk,
         np.zeros(3 * len(case.placement), dtype=np.int64),
         case.arrays.offset[:-1].copy(),
-        *(np.zeros(case.stages) for _ in range(3)),
+        np.zeros(case.stages),
+        np.zeros(case.stages),
+        np.zeros(case.stages),
         np.zeros(case.stages, dtype=np.bool_),
     )
     return Order(policy.name, order) if done else None
+
+
+def one_at_a_time(case: Case) -> Order:
+    """The order that needs the least: a micro-batch goes through all its jobs before the next begins, on each
+    stage with backwards split or joined, whichever is leaner."""
+    total = len(case.placement)
+    parts = []
+    for stage, chunks in enumerate(case.own):
+        split, joined = case.alone(stage)
+        weights = JOINED if joined <= split else BACKWARD_W
+        block = [*chunks, *(kind * total + c for c in reversed(chunks) for kind in (BACKWARD_B, weights))]
+        parts.append(np.tile(np.array(block, dtype=np.int64), case.micro_batches))
+    return Order("one micro-batch at a time", np.concatenate(parts))
 
 
 @compiled

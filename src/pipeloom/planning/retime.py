@@ -112,6 +112,18 @@ def shift(a: Arrays, order: Ints, t: Times, i: int, j: int) -> None:
 
 
 @compiled
+def touched(a: Arrays, order: Ints, stage: int, i: int, j: int) -> tuple[int, int]:
+    """The first and the last entry that a move from i to j changes: with the B before whose W joined or left it,
+    and the W behind that did."""
+    first, last = min(i, j), max(i, j)
+    if first > a.offset[stage] and a.total <= order[first - 1] < 2 * a.total:
+        first -= 1
+    if last + 1 < a.offset[stage + 1] and order[last + 1] >= 3 * a.total:
+        last += 1
+    return first, last
+
+
+@compiled
 def sound(a: Arrays, order: Ints, t: Times, first: int, last: int) -> bool:
     """Whether the entries from `first` to `last` come after what they need of their own stage."""
     total, size = a.total, a.micro_batches
@@ -136,7 +148,9 @@ def retime(
     a: Arrays, order: Ints, t: Times, s: Spread, first: int, last: int, bound: float
 ) -> tuple[bool, int]:
     """Times the order after its entries from `first` to `last`, of one stage, changed. (False, jobs timed) as
-    soon as it must end after `bound`: `undo` then restores the times, once the entries are as they were."""
+    soon as a job passes `bound`: `undo` then restores the times, once the entries are as they were. Now and
+    then a job passes it for a moment, on a time of an input that is about to fall: a change is refused in vain,
+    but none is accepted that ends after the bound."""
     total, size = a.total, a.micro_batches
     offset, duration, into, source, delay, out, target = (
         a.offset,
@@ -170,6 +184,7 @@ def retime(
         stage = a.stage_of[entry % total]
         begin = done[i - 1] if i > offset[stage] else 0.0
         final = i + 1 == offset[stage + 1]
+        rest = t.rest[i]
         if entry >= 2 * total:
             if entry < 3 * total:
                 finished = begin + duration[entry]
@@ -183,7 +198,8 @@ def retime(
             finished = begin + duration[entry]
             if not final and joined(entry, order[i + 1], total) and number[i + 1] == m:
                 finished += duration[entry + 2 * total]
-        if logged == most or finished + t.rest[i] > bound:
+                rest = t.rest[i + 1]
+        if logged == most or finished + rest > bound:
             dirty[word:] = 0
             s.logged[0], s.logged[1] = logged, jobs
             return False, logged

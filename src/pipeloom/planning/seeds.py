@@ -21,7 +21,7 @@ from ..schedules.schedule import BACKWARD, BACKWARD_B, BACKWARD_W, Schedule, lin
 from ..schedules.weights import UnitCosts, fill
 from .anneal import StuckOrder, makespan
 from .case import Case, Order, unit
-from .greedy import greedy, policies
+from .greedy import greedy, one_at_a_time, policies
 
 #: the shares of a W by which it may delay the next job
 _FITS = (0.5, 0.0, 1.0)
@@ -66,6 +66,7 @@ def seeds(case: Case, *, visits: int) -> Seeds:
     for schedule in named:
         consider(case.encode(schedule), True)
         spent += _MAKING * case.jobs
+    consider(one_at_a_time(case), False)
     for policy in policies(case.chunks):
         if order := greedy(case, policy):
             consider(order, False)
