@@ -4,13 +4,13 @@ import random
 import time
 
 import pytest
-from search_cases import benchmark_case, random_case, random_order
 
 from pipeloom.planning import Costs, lower_bound, simulate
 from pipeloom.planning.anneal import StuckOrder, anneal, makespan
 from pipeloom.planning.case import Case, Order
 from pipeloom.planning.greedy import one_at_a_time
 from pipeloom.schedules import build, linear
+from search_cases import benchmark_case, random_case, random_order
 
 
 def test_any_order_becomes_no_worse_and_fits() -> None:

@@ -3,14 +3,16 @@
 import random
 
 import pytest
-from search_cases import random_case, random_order
 
 from pipeloom.planning import Costs, ascending
 from pipeloom.planning.case import Case
 from pipeloom.schedules import Schedule, build, linear, vee
+from search_cases import random_case, random_order
 
 
-@pytest.mark.parametrize("name,chunks", [("1F1B", 1), ("ZBH1", 1), ("VPP", 2), ("InterleavedZeroBubble", 3)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1F1B", 1), ("ZBH1", 1), ("VPP", 2), ("InterleavedZeroBubble", 3)]
+)
 def test_a_named_schedule_comes_back_as_it_was(name: str, chunks: int) -> None:
     schedule = build(name, stages=3, chunks=chunks, micro_batches=5, ascending=True)
     joining = Costs.uniform(3 * chunks, backward=(1.5,) * 3 * chunks)

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from search_cases import benchmark_case, random_case
 
 from pipeloom.planning import simulate
 from pipeloom.planning.anneal import makespan
 from pipeloom.planning.greedy import ALTERNATE, DEEP, GreedyPolicy, greedy, one_at_a_time, policies
+from search_cases import benchmark_case, random_case
 
 
 def test_the_policies_are_all_different() -> None:
@@ -15,7 +15,9 @@ def test_the_policies_are_all_different() -> None:
     assert len({p.name for p in policies(1)}) == 24
 
 
-@pytest.mark.parametrize("placement,chunks", [("linear", 1), ("loop", 2), ("v", 2), ("loop", 4), ("v", 3)])
+@pytest.mark.parametrize(
+    ("placement", "chunks"), [("linear", 1), ("loop", 2), ("v", 2), ("loop", 4), ("v", 3)]
+)
 def test_every_policy_fits_every_limit(placement: str, chunks: int) -> None:
     for times in (0.25, 0.5, 1, 2):
         case = benchmark_case(4, 6, placement, chunks, (1, 1.1, 0.8, 0.1), times)

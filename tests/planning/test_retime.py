@@ -3,7 +3,6 @@
 import random
 
 import numpy as np
-from search_cases import random_case, random_order
 
 from pipeloom.planning.case import Case, Ints
 from pipeloom.planning.retime import (
@@ -18,6 +17,7 @@ from pipeloom.planning.retime import (
     undo,
 )
 from pipeloom.planning.walk import STUCK, Times, blank, finish, fits
+from search_cases import random_case, random_order
 
 
 def settled(case: Case, order: Ints) -> tuple[Times, Spread]:

@@ -4,7 +4,6 @@ import random
 
 import numpy as np
 import pytest
-from search_cases import random_case, random_order
 
 from pipeloom.planning import Costs, simulate
 from pipeloom.planning.anneal import StuckOrder, makespan
@@ -12,6 +11,7 @@ from pipeloom.planning.case import Case, Order
 from pipeloom.planning.walk import STUCK, blank, finish, fits
 from pipeloom.schedules import build, linear
 from pipeloom.schedules.timing import Stuck
+from search_cases import random_case, random_order
 
 
 def test_times_are_the_simulators() -> None:
