@@ -32,7 +32,7 @@ from .program.ir import Program
 from .program.subprogram import ProgramSet, SubProgram
 from .schedules import build
 from .schedules.catalogue import forward_only
-from .schedules.jobs import Edge, Kind
+from .schedules.jobs import Direction, Edge, Kind
 from .schedules.schedule import Schedule, linear, loop
 from .strategy import AUTO, Strategy
 
@@ -267,6 +267,7 @@ class Planner:
             held_weight=tuple(float(h[1]) for h in held),
             held_backward=tuple(float(h[2]) for h in held),
             workspace=workspace,
+            sent=sent_bytes(programs),
             persistent=tuple(float(r) for r in resident),
             update=max(resident) / self.roofline.bytes_per_second,
         )
@@ -326,6 +327,21 @@ def held_bytes(programs: ProgramSet, chunk: int) -> tuple[int, int, int]:
         _bytes(programs, until_w),
         _bytes(programs, between | (reads("W") & backward)),
     )
+
+
+def sent_bytes(programs: ProgramSet) -> dict[tuple[Direction, int, int], float]:
+    """Bytes of each edge's message that its sender doesn't keep for its own later jobs."""
+    kept: dict[int, set[int]] = {}
+    for (kind, chunk), program in programs.programs.items():
+        if kind != "F":
+            reads = {programs.values[i.name].storage for i in program.inputs if i.kind == "value"}
+            kept.setdefault(chunk, set()).update(reads)
+    return {
+        edge: float(
+            _bytes(programs, {n for n in names if programs.values[n].storage not in kept.get(edge[1], ())})
+        )
+        for edge, names in programs.messages.items()
+    }
 
 
 def _bytes(programs: ProgramSet, names: set[str]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..schedules.jobs import KINDS, Edge, Kind, Placement
+from ..schedules.jobs import KINDS, Direction, Edge, Kind, Placement
 
 Numbers = tuple[float, ...]
 
@@ -34,8 +34,10 @@ class Costs:
       held_forward   from F until B
       held_weight    from F until W
       held_backward  from B until W
-      workspace      needed at the worst moment of a job beyond what was alive before it, results included;
-                     one number a chunk, or {kind: one number a chunk}
+      workspace      needed at the worst moment of a job beyond what was alive before it, results included, and less
+                     what it frees before; one number a chunk, or {kind: one number a chunk}
+      sent           {(direction, source, target): bytes} of an edge's message that nothing but the message keeps
+                     alive: from its producer until it is known to have arrived, or within a stage until its consumer
     X is B and W at once. persistent[stage]: bytes that are always alive.
 
     finalize, update: durations of the two jobs that end a step on every stage. reduce[chunk]: of the reduction of a
@@ -57,6 +59,7 @@ class Costs:
     held_weight: Numbers = ()
     held_backward: Numbers = ()
     workspace: Mapping[Kind, Sequence[float]] | Sequence[float] = ()
+    sent: Mapping[tuple[Direction, int, int], float] = field(default_factory=dict)
     persistent: Numbers = ()
     finalize: float = 0.0
     update: float = 0.0
@@ -79,6 +82,7 @@ class Costs:
             {k: _checked(f"workspace of {k}", by_kind.get(k) or (0.0,) * chunks, chunks) for k in KINDS},
         )
         self._set("persistent", _checked("persistent", self.persistent, len(self.persistent)))
+        _checked("sent", tuple(self.sent.values()), len(self.sent))
         for name in ("latency", "finalize", "update"):
             _checked(name, (getattr(self, name),), 1)
         if self.comm is not None:
@@ -159,6 +163,7 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         data["links"] = [[*link, *values] for link, values in self.links.items()]
+        data["sent"] = [[*edge, size] for edge, size in self.sent.items()]
         data["bandwidth"] = None if math.isinf(self.bandwidth) else self.bandwidth
         assert isinstance(self.workspace, Mapping)
         data["workspace"] = {kind: list(values) for kind, values in self.workspace.items()}
@@ -172,6 +177,7 @@ class Costs:
             raise ValueError(f"costs have no field {sorted(unknown)}")
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
         values["links"] = {(int(s), int(r)): (float(x), float(y)) for s, r, x, y in data.get("links", ())}
+        values["sent"] = {(d, int(s), int(t)): float(size) for d, s, t, size in data.get("sent", ())}
         if values.get("bandwidth") is None:
             values["bandwidth"] = math.inf
         return cls(**values)

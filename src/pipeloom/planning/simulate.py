@@ -130,7 +130,7 @@ def simulate(
             f"({schedule.stages} stages × {schedule.chunks})"
         )
     if lowered is not None:
-        memory = [levels(codes, lowered.coding, stage, costs) for stage, codes in enumerate(lowered.codes)]
+        memory = [levels(lowered.codes, lowered.coding, stage, costs) for stage in range(lowered.stages)]
         planned = lowered.certificate
         if planned is not None and planned.costs == costs and not costs.exclusive_links:
             start, end = ([t.tolist() for t in side] for side in (planned.start, planned.end))
@@ -140,7 +140,7 @@ def simulate(
             schedule, costs, walked.start, walked.end, walked.clock, memory, lowered.edges, lowered, walked
         )
     coding = EntryCoding(schedule.placement, schedule.micro_batches, ())
-    memory = [levels(codes, coding, stage, costs) for stage, codes in enumerate(schedule.codes)]
+    memory = [levels(schedule.codes, coding, stage, costs) for stage in range(schedule.stages)]
     used = chain_edges(schedule.total_chunks) if edges is None else list(edges)
     if costs.exclusive_links:  # who is on a link first is known only when ranks walk
         walked = replay(lower(schedule, used, costs), costs, rendezvous=False)

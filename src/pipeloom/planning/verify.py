@@ -252,9 +252,9 @@ def _circle(lowered: Lowered, hang: Hang) -> str:
 def _memory(lowered: Lowered, costs: Costs | None, memory_limit: float | Sequence[float]) -> None:
     if costs is None:
         raise ValueError("a memory limit needs costs: pass the bytes that each chunk holds")
-    for stage, codes in enumerate(lowered.codes):
+    for stage in range(lowered.stages):
         limit = memory_limit if isinstance(memory_limit, int | float) else memory_limit[stage]
-        level = levels(codes, lowered.coding, stage, costs)
+        level = levels(lowered.codes, lowered.coding, stage, costs)
         if level.peak > limit:
             job = lowered.schedule().jobs[stage][int(level.during.argmax())] if len(level.during) else "rest"
             raise PlanError(
