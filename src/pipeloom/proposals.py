@@ -62,11 +62,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Proposals:
-    """What `plan` found. rows: all plans, the chosen one first, then those that fit, fastest first. best: the chosen
-    row, None where nothing fits; why: it, in a sentence. bound: seconds that no order of any candidate within
-    memory_limit (bytes a rank, or infinite) can beat. costs: where seconds come from, and how sure they are. next_gib:
-    what a GiB more on each rank would buy. modules[row]: the modules at which a row's chunks begin. strategy: what
-    runs the best row; None if there is none."""
+    """What `plan` found.
+
+    rows: all plans, the chosen one first, then those that fit, fastest first. best: the chosen row, None where nothing
+    fits; why: it, in a sentence. memory_limit: bytes a rank, or infinite. bound: seconds that no order of any candidate
+    within it can beat, or none at all where nothing fits. costs: where seconds come from, and how sure they are.
+    next_gib: what a GiB more on each rank would buy. modules[row]: the modules at which a row's chunks begin.
+    strategy: runs the best row's schedule, with cuts and order chosen anew on its ranks; None if there is none.
+    """
 
     rows: tuple[Row, ...]
     best: Row | None
@@ -150,7 +153,7 @@ def plan(
     """
     given = strategy if strategy is not None else Strategy(schedule_mode=AUTO)
     wanted = _strategy(given, ranks, memory, micro_batches)
-    source = _source(device, wanted)
+    source, seconds = _source(device, wanted), budget_seconds(budget)
     if source.kind == "roofline":
         wanted = wanted.replace(costs="roofline")
     place = _place(model)
@@ -172,7 +175,7 @@ def plan(
                 auto.fix(
                     placement, choose_cuts(auto.program, given.chunks, given.cuts, replicated(auto.program))
                 )
-    return _Table(auto, source, len(sizes), chunks, budget_seconds(budget)).proposals()
+    return _Table(auto, source, len(sizes), chunks, seconds).proposals()
 
 
 class _Table:
@@ -194,7 +197,8 @@ class _Table:
     def proposals(self) -> Proposals:
         self._search()
         best = chosen(self.rows, self.limit)
-        bound = min(c.bound(self.micro_batches, self.limit) for c in self.candidates)
+        limit = math.inf if best is None else self.limit
+        bound = min(c.bound(self.micro_batches, limit) for c in self.candidates)
         why = self._why(best, bound)
         gib = self._next_gib(best)
 

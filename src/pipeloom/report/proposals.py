@@ -6,6 +6,7 @@ doesn't fit is dim and has no distance to the bound, which holds within the limi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from pipeloom.report.figures import format_bytes, format_share, format_time
 _MARK, _TOO_LARGE = "▸", "✗"
 _KEY = (
     f"{_MARK} chosen  {_TOO_LARGE} exceeds the limit  over: the bound  bubble: of the step\n"
-    "span: bubble of the longest rank  peak: of the largest rank  sent: by all ranks in a step"
+    "span: bubble of the longest rank  peak: of the largest rank  sent: by all ranks"
 )
 
 
@@ -66,9 +67,8 @@ def show_proposals(
     facts = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
-    facts.add_row(
-        "Bound", Text(f"{format_time(bound)}: no order of any of these within the limit ends earlier")
-    )
+    within = " within the limit" if best is not None and math.isfinite(memory_limit) else ""
+    facts.add_row("Bound", Text(f"{format_time(bound)}: no order of any of these{within} ends earlier"))
     for name, text in notes:
         facts.add_row(name, Text(text))
     if best is not None:
