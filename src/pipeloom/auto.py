@@ -21,7 +21,7 @@ from .passes.cuts import cut_positions, forward_order, replicated
 from .passes.label_chunks import LabelChunks
 from .passes.pieces import pieces_of
 from .planner import Planner, placement_name
-from .planning import Costs
+from .planning import Costs, PlanError
 from .planning.choice import Choice
 from .planning.partition import Pieces, balanced, improved
 from .planning.search import Found, search
@@ -40,8 +40,6 @@ PROBES = 12
 _FIRST = 0.6
 #: searches for one limit, if receives that are posted ahead don't fit beside what the first one found
 _TRIES = 4
-#: weights, gradients and Adam's two moments: copies that stay of a trained parameter
-_STATE = 3
 #: schedules by which cuts are judged, by placement
 _JUDGES = {"linear": "ZBH1", "loop": "VPP", "v": "ZBV"}
 
@@ -67,6 +65,8 @@ class Auto:
         free = replicated(self.program)
         self.order = forward_order(self.program, free)
         self.allowed = cut_positions(self.program, self.order)
+        #: tensors that the optimizer is taken to keep of each trained weight, as Adam's: none has been made yet
+        self.moments = 2
         #: by how much two timings of the pieces differed, as a share; None before they are measured
         self.spread: float | None = None
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -187,14 +187,14 @@ class Auto:
 
     def exact(self, placement: Sequence[int], cuts: Sequence[int]) -> tuple[Costs, list[Edge]]:
         """The same, and the edges, with bytes as the sub-programs have them: what is kept from F to B, to W, and what
-        a job needs meanwhile. An Adam-like optimizer's state is counted. Splitting a program takes seconds."""
+        a job needs meanwhile; `moments` of the optimizer are counted. Splitting a program takes seconds."""
         if tuple(cuts) not in self._splits:
             label = LabelChunks(len(placement), positions=cuts)
             self._splits[tuple(cuts)] = self.planner.split(self.program.copy(), label)
         programs = self._splits[tuple(cuts)]
         modelled = self.costs(placement, cuts)
         costs = replace(
-            self.planner.costs(programs, resident_bytes(programs, placement)),
+            self.planner.costs(programs, resident_bytes(programs, placement, self.moments)),
             forward=modelled.forward,
             backward_b=modelled.backward_b,
             backward_w=modelled.backward_w,
@@ -231,9 +231,9 @@ def within(
     return found
 
 
-def resident_bytes(programs: ProgramSet, placement: Sequence[int]) -> list[int]:
-    """What always stays on each stage: its weights and buffers, and of each trained weight a gradient and two
-    moments."""
+def resident_bytes(programs: ProgramSet, placement: Sequence[int], moments: int) -> list[int]:
+    """What always stays on each stage: its weights and buffers, and of each trained weight a gradient and the
+    optimizer's moments."""
     shapes: list[dict[tuple[str, str], int]] = [{} for _ in range(max(placement) + 1)]
     for program in programs.programs.values():
         mine = shapes[placement[program.chunk]]
@@ -242,7 +242,7 @@ def resident_bytes(programs: ProgramSet, placement: Sequence[int]) -> list[int]:
                 mine[kind, name] = math.prod(shape) * dtype.itemsize
     for slot in programs.slots:
         shapes[placement[slot.chunk]]["slot", slot.name] = (
-            _STATE * math.prod(slot.shape) * slot.dtype.itemsize
+            (1 + moments) * math.prod(slot.shape) * slot.dtype.itemsize
         )
     return [sum(mine.values()) for mine in shapes]
 
@@ -253,7 +253,19 @@ def choose(planner: Planner, leaves: Sequence[torch.Tensor], form: BatchForm, mi
     auto = Auto(planner, leaves, form)
     limit = None if strategy.memory_bytes is None else float(strategy.memory_bytes)
     seconds = strategy.search_seconds * _FIRST
-    return auto.propose(micro_batches, memory_limit=limit, budget_seconds=seconds, seed=strategy.seed).choice
+
+    def propose() -> Choice:
+        return auto.propose(
+            micro_batches, memory_limit=limit, budget_seconds=seconds, seed=strategy.seed
+        ).choice
+
+    try:
+        return propose()
+    except PlanError as error:
+        if error.check != "memory" or limit is None:
+            raise
+        auto.moments = 0  # perhaps there are none; `refine` knows
+        return propose()
 
 
 def refine(planner: Planner, programs: ProgramSet, micro_batches: int, persistent: Sequence[int]) -> Choice:
