@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,17 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"--micro-batches {options.micro_batches}: give a multiple of {RANKS}, torch's VPP needs it"
         )
-    setting = Setting(
-        width=options.d,
-        layers=options.layers,
-        heads=options.heads,
-        sequence=options.seq,
-        vocabulary=options.vocabulary,
-        micro_batch=options.micro_batch,
-        micro_batches=options.micro_batches,
-        optimizer=options.optimizer,
-        pairs=pairs,
-    )
+    setting = setting_of(options, pairs=pairs)
     parts = []
     for part in run(setting, options):
         print(part + "\n", flush=True)
@@ -68,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(setting: Setting, options: argparse.Namespace) -> Iterator[str]:
     """Times everything; gives the parts of the report, in Markdown, as they are known."""
-    yield _described(setting, options.rounds)
+    yield described(setting, options.rounds)
     listed = names(setting.pairs)
     work = (setting, listed, options.rounds, options.warm_up)
     found = both_ranks(time_steps, *work, timeout=options.timeout)[0]
@@ -84,15 +75,31 @@ def run(setting: Setting, options: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def append(path: Path, report: str, arguments: list[str]) -> None:
+def append(path: Path, report: str, arguments: list[str], script: str = "against_torch.py") -> None:
     """Adds a dated section to the results."""
-    command = shlex.join(["python", "bench/against_torch.py", *arguments])
+    command = shlex.join(["python", f"bench/{script}", *arguments])
     title = f"## {datetime.date.today().isoformat()}"
     with path.open("a", encoding="utf-8") as file:
         file.write(f"\n{title}\n\n`{command}`\n\n{report}\n")
 
 
-def _described(setting: Setting, rounds: int) -> str:
+def setting_of(options: argparse.Namespace, **more: Any) -> Setting:
+    """The setting that `add_sizes`' options name."""
+    return Setting(
+        width=options.d,
+        layers=options.layers,
+        heads=options.heads,
+        sequence=options.seq,
+        vocabulary=options.vocabulary,
+        micro_batch=options.micro_batch,
+        micro_batches=options.micro_batches,
+        optimizer=options.optimizer,
+        **more,
+    )
+
+
+def described(setting: Setting, rounds: int) -> str:
+    """What was run, and on what."""
     return (
         f"GPT: d {setting.width}, {setting.layers} layers, {setting.heads} heads, sequence {setting.sequence}, "
         f"vocabulary {setting.vocabulary}, float32, {setting.optimizer}; micro-batch {setting.micro_batch}, M "
@@ -107,6 +114,15 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add_sizes(parser)
+    add("--pairs", default="1F1B,VPP,ZBV", help=f"schedules, of {', '.join(TORCH)}")
+    add("--memory", action="store_true", help="resident memory as well")
+    return parser
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark of a step has."""
+    add = parser.add_argument
     add("--rounds", type=int, default=9, help="timed rounds")
     add("--warm-up", type=int, default=2, help="rounds before them")
     add("--d", type=int, default=512, help="width")
@@ -117,11 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro-batch", type=int, default=2, help="samples in a micro-batch")
     add("--micro-batches", type=int, default=8, help="micro-batches a step")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd")
-    add("--pairs", default="1F1B,VPP,ZBV", help=f"schedules, of {', '.join(TORCH)}")
-    add("--memory", action="store_true", help="resident memory as well")
     add("--write", type=Path, metavar="FILE", help="add the results to this file")
     add("--timeout", type=float, default=1800.0, help="seconds that a pair of processes may take")
-    return parser
 
 
 if __name__ == "__main__":

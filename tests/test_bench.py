@@ -121,3 +121,40 @@ def test_a_rank_that_fails_ends_both():
         load("start").both_ranks(
             load("rounds").time_steps, small(pairs=("VPP",)), ["alone", "torch VPP"], 1, 0, timeout=60
         )
+
+
+def test_a_forecast_says_by_how_much_it_is_off():
+    forecast = load("forecast")
+    predictions = {"1F1B": {"step": 0.1, "peak": [1e6, 2e6]}, "ZBV": {"step": 0.12, "peak": [3e6, 4e6]}}
+    found = [
+        {"seconds": {"1F1B": [0.05, 0.1, 0.4], "ZBV": [0.1]}, "peak": {"1F1B": 1e6, "ZBV": 3e6}},
+        {"seconds": {}, "peak": {"1F1B": 4e6, "ZBV": 4e6}},
+    ]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in forecast.table(predictions, found).splitlines()
+    ]
+    assert rows[2] == [
+        "1F1B",
+        "100.0",
+        "100.0 (50.0–400.0)",
+        "+0.0%",
+        "+0.0%",
+        "1.00, 2.00",
+        "1.00, 4.00",
+        "+0.0%, -50.0%",
+    ]
+    assert rows[3][:5] == ["ZBV", "120.0", "100.0 (100.0–100.0)", "+20.0%", "+20.0%"]
+
+
+@pytest.mark.slow
+def test_what_was_predicted_is_run_and_memory_is_within_three_per_cent():
+    setting = small(layers=4)
+    foresight, both_ranks = load("foresight"), load("start").both_ranks
+    predictions = both_ranks(foresight.predict, setting, 2, 1, 1.0, timeout=300)[0]
+    assert list(predictions) == ["1F1B", "VPP", "ZBV", "auto"]
+    found = both_ranks(foresight.measure, setting, predictions, 1, 1, timeout=300)
+    for name, prediction in predictions.items():
+        assert prediction["step"] > 0
+        for rank in range(2):
+            assert found[rank]["peak"][name] == pytest.approx(prediction["peak"][rank], rel=0.03), name

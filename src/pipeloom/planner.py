@@ -30,6 +30,7 @@ from .program.batch import BatchForm, shape_key
 from .program.capture import LossFunction, capture_leaves
 from .program.ir import Program
 from .program.subprogram import ProgramSet, SubProgram
+from .runtime.layout import Wire
 from .schedules import build
 from .schedules.catalogue import forward_only
 from .schedules.jobs import Direction, Edge, Kind
@@ -220,7 +221,7 @@ class Planner:
         alive there."""
         key = (training, tuple(id(s) for s in sets), tuple(persistent))
         if key not in self._plans:
-            costs = self.costs(sets[0], persistent)
+            costs = self.costs(sets[0], persistent, self.placement)
             if training:
                 schedule = self.schedule(len(sets), self._typical(costs))
             else:
@@ -239,9 +240,11 @@ class Planner:
         self._plans.move_to_end(key)
         return self._plans[key][1]
 
-    def costs(self, programs: ProgramSet, persistent: Sequence[int] = ()) -> Costs:
+    def costs(
+        self, programs: ProgramSet, persistent: Sequence[int] = (), placement: Sequence[int] | None = None
+    ) -> Costs:
         """What the jobs of these programs cost: measured seconds where they are known, else a roofline; bytes from
-        the graphs."""
+        the graphs. placement: where the chunks lie; None: each on a stage of its own."""
         chunks = range(programs.chunks)
 
         def of(kind: Kind) -> tuple[float, ...]:
@@ -249,7 +252,7 @@ class Planner:
 
         whole = of("X")
         split = ("B", 0) in programs.programs
-        held = [held_bytes(programs, c) for c in chunks]
+        held = [held_bytes(programs, c, placement) for c in chunks]
         workspace: dict[Kind, list[float]] = {
             kind: [float(p.peak_bytes) if (p := programs.programs.get((kind, c))) else 0.0 for c in chunks]
             for kind in ("F", "B", "W", "X")
@@ -303,8 +306,21 @@ def placement_name(placement: Sequence[int], stages: int) -> str:
     return "loop" if list(placement) == loop(stages, len(placement) // stages) else "v"
 
 
-def held_bytes(programs: ProgramSet, chunk: int) -> tuple[int, int, int]:
-    """Bytes that one micro-batch keeps in a chunk: from F until B, from F until W, and from B until W."""
+def held_bytes(
+    programs: ProgramSet, chunk: int, placement: Sequence[int] | None = None
+) -> tuple[int, int, int]:
+    """Bytes that one micro-batch keeps in a chunk: from F until B, from F until W, and from B until W. A value from
+    another stage has memory of its own, where the sender's may share it with others."""
+    received = {
+        name
+        for (_, source, target), names in programs.messages.items()
+        if target == chunk and (placement is None or placement[source] != placement[target])
+        for name in names
+    }
+
+    def size_of(names: set[str]) -> int:
+        own = sum(Wire.of(programs.values[name]).span_bytes for name in names & received)
+        return own + _bytes(programs, names - received)
 
     def reads(kind: Kind) -> set[str]:
         program = programs.programs.get((kind, chunk))
@@ -319,29 +335,31 @@ def held_bytes(programs: ProgramSet, chunk: int) -> tuple[int, int, int]:
     made = programs.programs.get(("B", chunk))
     between = reads("W") & set(made.outputs if made else ())
     if made is None:
-        return _bytes(programs, reads("X") - backward), 0, 0
+        return size_of(reads("X") - backward), 0, 0
     until_w = reads("W") - between - backward
     until_b = reads("B") - until_w - backward
     return (
-        _bytes(programs, until_b),
-        _bytes(programs, until_w),
-        _bytes(programs, between | (reads("W") & backward)),
+        size_of(until_b),
+        size_of(until_w),
+        size_of(between | (reads("W") & backward)),
     )
 
 
 def sent_bytes(programs: ProgramSet) -> dict[tuple[Direction, int, int], float]:
-    """Bytes of each edge's message that its sender doesn't keep for its own later jobs."""
+    """Bytes of each edge's message that its sender doesn't keep for its own later jobs: memory that no later job reads,
+    and copies of values with gaps."""
     kept: dict[int, set[int]] = {}
     for (kind, chunk), program in programs.programs.items():
         if kind != "F":
             reads = {programs.values[i.name].storage for i in program.inputs if i.kind == "value"}
             kept.setdefault(chunk, set()).update(reads)
-    return {
-        edge: float(
-            _bytes(programs, {n for n in names if programs.values[n].storage not in kept.get(edge[1], ())})
-        )
-        for edge, names in programs.messages.items()
-    }
+    sent = {}
+    for edge, names in programs.messages.items():
+        wires = {name: Wire.of(programs.values[name]) for name in names}
+        copied = {name for name, wire in wires.items() if wire.gathered is not None}
+        alone = {n for n in names if programs.values[n].storage not in kept.get(edge[1], ())} - copied
+        sent[edge] = float(sum(wires[name].nbytes for name in copied) + _bytes(programs, alone))
+    return sent
 
 
 def _bytes(programs: ProgramSet, names: set[str]) -> int:

@@ -46,6 +46,15 @@ class Wire:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    @property
+    def span_bytes(self) -> int:
+        """Bytes that the value takes where it arrives, gaps included."""
+        if not self.count:
+            return 0
+        return (
+            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        ) * self.dtype.itemsize
+
     def pack(self, tensor: Tensor) -> Tensor:
         """A flat contiguous tensor of `count` elements: a view of `tensor` where that is possible."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:

@@ -31,6 +31,12 @@ class Ledger:
         self.now += grown
         self.peak = max(self.peak, self.now)
 
+    def share(self, value: Value, with_: Value) -> None:
+        """Another name for the memory of a value that is there; it stays until both are dropped."""
+        memory = self._memory.get(with_)
+        if memory is not None and value not in self._memory:
+            self.add(value, memory, self._bytes[memory])
+
     def drop(self, value: Value) -> None:
         memory = self._memory.pop(value, None)
         if memory is None:

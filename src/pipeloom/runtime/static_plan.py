@@ -366,6 +366,18 @@ class _Compiler:
             if output == name and chunk == job.chunk:
                 run.collects.append((position, "output", number))
 
+    def _under_way(
+        self, message: Message, number: int, value: tuple[int, _Key], name: str, ledger: Ledger
+    ) -> None:
+        """What is sent stays until it is known to have arrived; a copy, where its memory has gaps."""
+        sent, wire = ("sent", message.transfer.message, name), message.wires[number]
+        if not self.completes:  # nothing tells when: the transport's business
+            return
+        if wire.gathered is not None:
+            ledger.add(sent, sent, wire.nbytes)
+        else:
+            ledger.share(sent, value)
+
     def _message(self, index: int, job: Transfer, ledger: Ledger) -> Message:
         programs = self.sets[job.micro_batch]
         names = self._names(job)
@@ -381,6 +393,9 @@ class _Compiler:
         )
         if job.action == "recv":
             message.completes = self.completes.get(job.message, [])
+            for done in message.completes:
+                for name in self.sets[done[3]].messages[done[:3]]:
+                    ledger.drop(("sent", done, name))
         for name in names:
             key: _Key = ("value", name)
             if sending:
@@ -389,6 +404,7 @@ class _Compiler:
                         f"stage {self.stage}: {job} sends {name!r}, which nobody has made before it"
                     )
                 message.slots.append(self._slot(scope, key))
+                self._under_way(message, len(message.slots) - 1, (scope, key), name, ledger)
                 if self.last_use[scope, key] == index:
                     message.drops.append(self._slot(scope, key))
                     ledger.drop((scope, key))
@@ -398,7 +414,9 @@ class _Compiler:
                     self.made.add((scope, name))
                 else:
                     ledger.add(
-                        (scope, key), (job.target, job.micro_batch, name), programs.values[name].nbytes
+                        (scope, key),
+                        (job.target, job.micro_batch, name),
+                        message.wires[len(message.slots) - 1].span_bytes,
                     )
             else:
                 message.slots.append(-1)
