@@ -45,7 +45,7 @@ def test_version_and_help(pipeloom: Callable[..., Done]) -> None:
     assert (done.returncode, done.stdout) == (0, f"pipeloom {importlib.metadata.version('pipeloom')}\n")
     done = pipeloom("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("train", "simulate", "schedules"))
+    assert all(command in done.stdout for command in ("train", "plan", "simulate", "schedules"))
     assert "--resume" in pipeloom("train", "--help").stdout
 
 
@@ -100,9 +100,33 @@ def test_simulate_writes_torch_s_csv(pipeloom: Callable[..., Done], tmp_path: Pa
     assert "can't be written (No such file or directory)" in done.stderr
 
 
-def test_simulate_imports_no_torch() -> None:
+def test_simulate_searches(pipeloom: Callable[..., Done], tmp_path: Path) -> None:
+    page, trace = tmp_path / "p.html", tmp_path / "t.json"
+    arguments = "simulate --stages 4 --micro-batches 8 --costs 1,1.1,0.8 --comm 0.1 --schedule auto --memory 1x"
+    done = pipeloom(*arguments.split(), "--budget", "0.3s", "--timeline", str(page), "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
+    assert "found" in done.stdout
+    assert "chunk" in done.stdout
+    assert "predicted auto" in page.read_text()
+    assert json.loads(trace.read_text())["otherData"]["producer"] == "pipeloom"
+    done = pipeloom(*arguments.split(), "--budget", "0.3s", "--json", "-")
+    report = json.loads(done.stdout)
+    assert report["lower_bound"] <= report["makespan"]
+    assert max(report["peak"]) <= 4
+
+
+def test_simulate_takes_costs_of_each_chunk(pipeloom: Callable[..., Done], tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"forward": [1, 2], "backward_b": [1, 2], "backward_w": [1, 2]}))
+    done = pipeloom(*f"simulate --stages 2 --micro-batches 1 --costs-file {file} --json -".split())
+    assert json.loads(done.stdout)["makespan"] == pytest.approx(9)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "auto"])
+def test_simulate_imports_no_torch(schedule: str) -> None:
     code = (
-        "import sys; sys.argv = ['pipeloom', 'simulate', '--stages', '2', '--micro-batches', '4']\n"
+        "import sys; sys.argv = ['pipeloom', 'simulate', '--stages', '2', '--micro-batches', '4', '--budget', '0.1', "
+        f"'--schedule', '{schedule}']\n"
         "from pipeloom.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: sys.exit(end.code or 'torch' in sys.modules)"
@@ -137,6 +161,12 @@ def test_schedules_are_listed_and_drawn(pipeloom: Callable[..., Done]) -> None:
         ("simulate --stages 2 --micro-batches 3 --comm -1", "--comm -1.0: write a number of at least 0"),
         ("simulate --stages 2 --micro-batches 3 --comm nan", "--comm nan: write a number of at least 0"),
         ("simulate --stages 2 --micro-batches 3 --json /no/such/folder/x", "can't be written (No such file"),
+        ("simulate --stages 2 --micro-batches 3 --trace /no/such/folder/x", "--trace /no/such/folder/x: can't be"),
+        ("simulate --stages 2 --micro-batches 3 --costs 1,1,1 --costs-file x", "give one of them"),
+        ("simulate --stages 2 --micro-batches 3 --costs-file /no/such", "/no/such: can't be read (No such file"),
+        ("simulate --stages 2 --micro-batches 3 --schedule auto --memory huge", "--memory huge: write a number"),
+        ("simulate --stages 2 --micro-batches 3 --schedule auto --memory .1", "no order fits the memory limit"),
+        ("simulate --stages 2 --micro-batches 3 --schedule auto --budget long", "budget='long': write seconds"),
         ("train --schedule ZBV", "runs 2 chunks a stage, but vpp_degree is 1"),
         ("train --schedule ZBV", "vpp_degree is --chunks"),
         ("train --steps 0", "[train] steps=0: write a whole number of at least 1"),

@@ -72,6 +72,53 @@ def test_cuts_that_can_not_be_made(chunks: int, cuts: object, says: str) -> None
         modules_at(prepared("chain")[1], chunks, cuts)
 
 
+def test_a_layout_counts_layers() -> None:
+    """Of the model's list of blocks; what comes before the first goes to the first chunk, what follows to the last."""
+    program = prepared("gpt")[1]
+    assert modules_at(program, 2, "1-1") == ["layers.1.norm1"]
+    assert modules_at(program, 3, "1,1,0") == ["layers.1.norm1", "norm"]
+    assert modules_at(program, 3, "0|1|1") == ["layers.0.norm1", "layers.1.norm1"]
+    assert modules_at(program, 1, "2") == []
+
+
+def test_a_layout_counts_named_blocks_too() -> None:
+    """A ModuleDict of blocks that are alike; a block's own parts, which are named as well, are no list of layers."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = {f"b{i}": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for i in range(3)}
+            self.stack = nn.ModuleDict(block)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.stack.values():
+                x = block(x)
+            return x
+
+    program = capture_case(Case(Named(), squares, torch.Size([2, 4]), torch.Size([2, 4])))
+    assert modules_at(program, 2, "1-2") == ["stack.b1.0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "chunks", "cuts", "says"),
+    [
+        ("gpt", 3, "1-1", "gives 2 counts of layers, but there are 3 chunks"),
+        ("gpt", 2, "1-2", "counts 3 layers, but 'layers' has 2: make the counts add up"),
+        ("gpt", 3, "1-0-1", "leaves chunk 1 without an op: only the first chunk"),
+    ],
+)
+def test_layouts_that_do_not_fit(model: str, chunks: int, cuts: str, says: str) -> None:
+    with pytest.raises(ProgramError, match=says):
+        modules_at(prepared(model)[1], chunks, cuts)
+
+
+def test_a_layout_needs_repeated_blocks() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    program = capture_case(Case(model, squares, torch.Size([2, 4]), torch.Size([2, 4])))
+    with pytest.raises(ProgramError, match="counts layers, but the model has no ModuleList, Sequential or ModuleDict"):
+        modules_at(program, 2, "1-1")
+
+
 def test_automatic_cuts_balance_the_cost() -> None:
     """Layers of very different width: equal numbers of layers would be far from equal costs."""
     widths = [512, 512, 512, 32, 32, 32, 32, 32, 32]

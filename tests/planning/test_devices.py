@@ -9,6 +9,7 @@ import pytest
 from pipeloom.planning.devices import (
     DEVICES,
     EFFICIENCY,
+    LAUNCH,
     UNKNOWN,
     DeviceError,
     Link,
@@ -24,6 +25,14 @@ def test_a_roofline_takes_the_slower_of_computing_and_moving() -> None:
     assert roof.seconds(1000, 500) == 50
     assert roof.seconds(1000, 5, "bfloat16") == 1
     assert roof.seconds(1000, 5, "float64") == 10, "a dtype without figures is taken for float32"
+
+
+def test_no_op_is_shorter_than_a_launch() -> None:
+    roof = Roofline({"float32": 100.0}, 10.0, Link(0.0, 1.0), launch=2.0)
+    assert roof.seconds(100, 10) == 2
+    assert roof.seconds(1000, 10) == 10
+    assert roof.seconds(0, 0) == 0, "a view isn't launched"
+    assert device_named("h100").roofline().seconds(1, 1) == LAUNCH
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)

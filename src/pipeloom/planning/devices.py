@@ -4,7 +4,7 @@ A roofline (Williams, Waterman and Patterson 2009) says that an op takes as long
 moved, whichever is slower. The figures in DEVICES are the makers' own, from their public data sheets: NVIDIA's for
 V100, A100, H100, H200, B200 (HGX), L4, L40S and RTX 4090 (Ada white paper), AMD's for MI300X. FLOP/s are dense, of
 the matrix units where a dtype has them and not for float32, since torch doesn't use TF32 unless it is told to.
-Bandwidths of links are one way. What no data sheet says is assumed: latencies as collectives libraries reach them,
+Bandwidths of links are one way. What no data sheet says is assumed: launches, latencies as collectives libraries reach them,
 networks as the maker's own servers of 8 (16 for none) have them, and "cpu-core" as one AVX2 core at 3 GHz.
 
 No op reaches such figures, so a Device's roofline is EFFICIENCY of them. That is a model: see DOUBT.
@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple
 
 #: shares of the data sheet's arithmetic, memory bandwidth and link bandwidth that large ops reach
 EFFICIENCY: Final = (0.6, 0.8, 0.8)
+#: seconds that an op takes at least, run eagerly: what a kernel's launch takes
+LAUNCH: Final = 5e-6
 #: a step that a roofline predicts may take this many times longer or shorter; plans compare better than that
 DOUBT: Final = 1.5
 
@@ -40,7 +42,8 @@ class Roofline:
     """What planning assumes of a device and its links.
 
     flops: operations a second by dtype; "float32" stands for those not named. bytes_per_second: of memory. near:
-    between ranks of a node; far: between nodes of `node` ranks each (0: all ranks are near).
+    between ranks of a node; far: between nodes of `node` ranks each (0: all ranks are near). launch: seconds that an
+    op takes at least.
     """
 
     flops: Mapping[str, float]
@@ -48,11 +51,12 @@ class Roofline:
     near: Link
     far: Link | None = None
     node: int = 0
+    launch: float = 0.0
 
     def seconds(self, flops: float, moved: float, dtype: str = "float32") -> float:
-        """The slower of computing and moving."""
+        """The slower of computing and moving; nothing for an op that does neither."""
         rate = self.flops.get(dtype, self.flops["float32"])
-        return max(flops / rate, moved / self.bytes_per_second)
+        return max(flops / rate, moved / self.bytes_per_second, self.launch) if flops or moved else 0.0
 
     def links(self, ranks: int) -> dict[tuple[int, int], tuple[float, float]]:
         """The links between ranks on different nodes, as `Costs.links` has them."""
@@ -69,7 +73,7 @@ UNKNOWN: Final = Roofline({"float32": 5e10}, 1e10, Link(2e-4, 2e9))
 @dataclass(frozen=True)
 class Device:
     """A device's data sheet. flops: dense FLOP/s by dtype; memory: bytes, and memory_bandwidth bytes a second;
-    near, far: links within a node of `node` devices and between nodes; efficiency: as EFFICIENCY."""
+    near, far: links within a node of `node` devices and between nodes; efficiency, launch: as the constants."""
 
     name: str
     flops: Mapping[str, float]
@@ -79,6 +83,7 @@ class Device:
     far: Link
     node: int = 8
     efficiency: tuple[float, float, float] = EFFICIENCY
+    launch: float = LAUNCH
 
     def roofline(self) -> Roofline:
         """The share of the data sheet that large ops reach."""
@@ -89,6 +94,7 @@ class Device:
             Link(self.near.latency, self.near.bandwidth * link),
             Link(self.far.latency, self.far.bandwidth * link),
             self.node,
+            self.launch,
         )
 
 
@@ -177,6 +183,7 @@ def device_from(data: Mapping[str, Any]) -> Device:
         _link("far", data.get("far", near)),
         node,
         (float(share[0]), float(share[1]), float(share[2])),
+        0.0,
     )
 
 
