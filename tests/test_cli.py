@@ -102,7 +102,9 @@ def test_simulate_writes_torch_s_csv(pipeloom: Callable[..., Done], tmp_path: Pa
 
 def test_simulate_searches(pipeloom: Callable[..., Done], tmp_path: Path) -> None:
     page, trace = tmp_path / "p.html", tmp_path / "t.json"
-    arguments = "simulate --stages 4 --micro-batches 8 --costs 1,1.1,0.8 --comm 0.1 --schedule auto --memory 1x"
+    arguments = (
+        "simulate --stages 4 --micro-batches 8 --costs 1,1.1,0.8 --comm 0.1 --schedule auto --memory 1x"
+    )
     done = pipeloom(*arguments.split(), "--budget", "0.3s", "--timeline", str(page), "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     assert "found" in done.stdout
@@ -161,12 +163,27 @@ def test_schedules_are_listed_and_drawn(pipeloom: Callable[..., Done]) -> None:
         ("simulate --stages 2 --micro-batches 3 --comm -1", "--comm -1.0: write a number of at least 0"),
         ("simulate --stages 2 --micro-batches 3 --comm nan", "--comm nan: write a number of at least 0"),
         ("simulate --stages 2 --micro-batches 3 --json /no/such/folder/x", "can't be written (No such file"),
-        ("simulate --stages 2 --micro-batches 3 --trace /no/such/folder/x", "--trace /no/such/folder/x: can't be"),
+        (
+            "simulate --stages 2 --micro-batches 3 --trace /no/such/folder/x",
+            "--trace /no/such/folder/x: can't be",
+        ),
         ("simulate --stages 2 --micro-batches 3 --costs 1,1,1 --costs-file x", "give one of them"),
-        ("simulate --stages 2 --micro-batches 3 --costs-file /no/such", "/no/such: can't be read (No such file"),
-        ("simulate --stages 2 --micro-batches 3 --schedule auto --memory huge", "--memory huge: write a number"),
-        ("simulate --stages 2 --micro-batches 3 --schedule auto --memory .1", "no order fits the memory limit"),
-        ("simulate --stages 2 --micro-batches 3 --schedule auto --budget long", "budget='long': write seconds"),
+        (
+            "simulate --stages 2 --micro-batches 3 --costs-file /no/such",
+            "/no/such: can't be read (No such file",
+        ),
+        (
+            "simulate --stages 2 --micro-batches 3 --schedule auto --memory huge",
+            "--memory huge: write a number",
+        ),
+        (
+            "simulate --stages 2 --micro-batches 3 --schedule auto --memory .1",
+            "no order fits the memory limit",
+        ),
+        (
+            "simulate --stages 2 --micro-batches 3 --schedule auto --budget long",
+            "budget='long': write seconds",
+        ),
         ("train --schedule ZBV", "runs 2 chunks a stage, but vpp_degree is 1"),
         ("train --schedule ZBV", "vpp_degree is --chunks"),
         ("train --steps 0", "[train] steps=0: write a whole number of at least 1"),

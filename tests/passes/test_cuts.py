@@ -115,7 +115,9 @@ def test_layouts_that_do_not_fit(model: str, chunks: int, cuts: str, says: str) 
 def test_a_layout_needs_repeated_blocks() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     program = capture_case(Case(model, squares, torch.Size([2, 4]), torch.Size([2, 4])))
-    with pytest.raises(ProgramError, match="counts layers, but the model has no ModuleList, Sequential or ModuleDict"):
+    with pytest.raises(
+        ProgramError, match="counts layers, but the model has no ModuleList, Sequential or ModuleDict"
+    ):
         modules_at(program, 2, "1-1")
 
 

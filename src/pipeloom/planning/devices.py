@@ -4,8 +4,8 @@ A roofline (Williams, Waterman and Patterson 2009) says that an op takes as long
 moved, whichever is slower. The figures in DEVICES are the makers' own, from their public data sheets: NVIDIA's for
 V100, A100, H100, H200, B200 (HGX), L4, L40S and RTX 4090 (Ada white paper), AMD's for MI300X. FLOP/s are dense, of
 the matrix units where a dtype has them and not for float32, since torch doesn't use TF32 unless it is told to.
-Bandwidths of links are one way. What no data sheet says is assumed: launches, latencies as collectives libraries reach them,
-networks as the maker's own servers of 8 (16 for none) have them, and "cpu-core" as one AVX2 core at 3 GHz.
+Bandwidths of links are one way. What no data sheet says is assumed: what a launch takes, latencies, networks as the
+maker's own servers of 8 have them, and "cpu-core" as one AVX2 core at 3 GHz among 16.
 
 No op reaches such figures, so a Device's roofline is EFFICIENCY of them. That is a model: see DOUBT.
 """
