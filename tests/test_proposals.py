@@ -19,6 +19,7 @@ from pipeloom.local import compile_local
 from pipeloom.planning import simulate
 from pipeloom.planning.candidates import EVEN, chosen
 from pipeloom.planning.devices import Device, DeviceError, Link, device_named
+from pipeloom.report.figures import format_bytes
 from pipeloom.report.proposals import firsts, show_proposals
 from pipeloom.strategy import StrategyError
 from pipeloom.training.config import ModelConfig
@@ -147,7 +148,7 @@ def test_a_limit_is_kept_and_a_gib_more_is_priced(found: Proposals) -> None:
     none = proposals(memory=1000, chunks=(1,))
     assert none.best is None
     assert none.strategy is None
-    assert "nothing fits 1000 B a rank: the leanest," in none.why
+    assert f"nothing fits {format_bytes(1000)} a rank: the leanest," in none.why
     assert "would fit: a step of" in none.next_gib
     assert none.to_json()["chosen"] is None
     with pytest.raises(ValueError, match="nothing fits"):

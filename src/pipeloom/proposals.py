@@ -36,7 +36,7 @@ from .planning.trial import budget_seconds
 from .program import compat
 from .program.batch import batch_size, flatten_batch, split_batch
 from .program.capture import LossFunction, split_example
-from .report.figures import format_time
+from .report.figures import format_bytes, format_time
 from .report.proposals import show_proposals
 from .schedules.timeline import Timeline
 from .strategy import Strategy, StrategyError
@@ -159,7 +159,7 @@ def plan(
     place = _place(model)
     inputs, targets = split_example(example, loss_fn)
     leaves, form = flatten_batch(inputs, targets)
-    sizes = wanted.micro_batches(batch_size(leaves, form))
+    sizes = wanted.micro_batches(batchformat_bytes(leaves, form))
     if wanted.accumulate_steps is not None and len(sizes) < wanted.accumulate_steps:
         raise StrategyError(
             f"{wanted.accumulate_steps} micro-batches were asked for, but the example has {len(sizes)} samples: give "
@@ -239,11 +239,17 @@ class _Table:
     def _limit(self) -> tuple[float, str]:
         given = self.strategy.memory_bytes
         if given is not None:
-            return float(given), f"{_size(given)} a rank"
+            return float(given), f"{format_bytes(given)} a rank"
         if math.isfinite(self.source.memory):
-            return self.source.memory, f"{_size(self.source.memory)} a rank, all that {self.source.name} has"
+            return (
+                self.source.memory,
+                f"{format_bytes(self.source.memory)} a rank, all that {self.source.name} has",
+            )
         plain = next((row for row in self.rows if row.name == "1F1B"), self.rows[0])
-        return math.inf, f"no limit was given: every plan fits ({plain.name} needs {_size(max(plain.peak))})"
+        return (
+            math.inf,
+            f"no limit was given: every plan fits ({plain.name} needs {format_bytes(max(plain.peak))})",
+        )
 
     # ---- searches
 
@@ -319,8 +325,8 @@ class _Table:
             lean = min(self.rows, key=lambda row: max(row.peak))
             worst = max(range(self.stages), key=lean.peak.__getitem__)
             return (
-                f"nothing fits {_size(self.limit)} a rank: the leanest, {lean.name} on {_shape(lean.candidate)}, needs "
-                f"{_size(lean.peak[worst])} on rank {worst}; take more ranks, smaller micro-batches, or recompute in "
+                f"nothing fits {format_bytes(self.limit)} a rank: the leanest, {lean.name} on {_shape(lean.candidate)}, needs "
+                f"{format_bytes(lean.peak[worst])} on rank {worst}; take more ranks, smaller micro-batches, or recompute in "
                 "the model (torch.utils.checkpoint)"
             )
         fitting = [row for row in self.rows if row.fits(self.limit)]
@@ -456,13 +462,3 @@ def _shape(candidate: Candidate) -> str:
     if candidate.chunks == 1:
         return "1 chunk a stage"
     return f"{candidate.chunks} chunks a stage ({candidate.name})"
-
-
-def _size(value: float) -> str:
-    """Bytes in powers of 1024, as limits are written."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 #: positions that dynamic programming looks at; more are thinned to those where little crosses
 MOST_POINTS = 160
@@ -76,7 +77,7 @@ class Pieces:
         share = inputs / (inputs + weights) if inputs + weights else 0.0
         whole = backward_b[0] + backward_w[0]
         took["backward_b"][0], took["backward_w"][0] = whole * share, whole * (1 - share)
-        scaled = {}
+        scaled: dict[str, Any] = {}
         for name, seconds in took.items():
             column = list(getattr(self, name))
             for (a, b), taken in zip(edges, seconds, strict=True):
