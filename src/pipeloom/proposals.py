@@ -159,7 +159,7 @@ def plan(
     place = _place(model)
     inputs, targets = split_example(example, loss_fn)
     leaves, form = flatten_batch(inputs, targets)
-    sizes = wanted.micro_batches(batchformat_bytes(leaves, form))
+    sizes = wanted.micro_batches(batch_size(leaves, form))
     if wanted.accumulate_steps is not None and len(sizes) < wanted.accumulate_steps:
         raise StrategyError(
             f"{wanted.accumulate_steps} micro-batches were asked for, but the example has {len(sizes)} samples: give "
@@ -325,9 +325,9 @@ class _Table:
             lean = min(self.rows, key=lambda row: max(row.peak))
             worst = max(range(self.stages), key=lean.peak.__getitem__)
             return (
-                f"nothing fits {format_bytes(self.limit)} a rank: the leanest, {lean.name} on {_shape(lean.candidate)}, needs "
-                f"{format_bytes(lean.peak[worst])} on rank {worst}; take more ranks, smaller micro-batches, or recompute in "
-                "the model (torch.utils.checkpoint)"
+                f"nothing fits {format_bytes(self.limit)} a rank: the leanest, {lean.name} on "
+                f"{_shape(lean.candidate)}, needs {format_bytes(lean.peak[worst])} on rank {worst}; take more ranks, "
+                "smaller micro-batches, or recompute in the model (torch.utils.checkpoint)"
             )
         fitting = [row for row in self.rows if row.fits(self.limit)]
         text = f"{best.name} on {_shape(best.candidate)}: the fastest of {len(fitting)} plans that fit"
