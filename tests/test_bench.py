@@ -149,7 +149,9 @@ def test_a_forecast_says_by_how_much_it_is_off():
 
 @pytest.mark.slow
 def test_what_was_predicted_is_run_and_memory_is_within_three_per_cent():
-    setting = small(layers=4)
+    setting = load("setting").Setting(
+        width=64, layers=4, heads=4, sequence=64, vocabulary=256, micro_batches=4
+    )
     foresight, both_ranks = load("foresight"), load("start").both_ranks
     predictions = both_ranks(foresight.predict, setting, 2, 1, 1.0, timeout=300)[0]
     assert list(predictions) == ["1F1B", "VPP", "ZBV", "auto"]
