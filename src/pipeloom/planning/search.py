@@ -17,17 +17,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from ..schedules.jobs import Edge
 from ..schedules.schedule import Schedule, linear, loop, vee
-from .anneal import anneal
+from .anneal import Annealed, anneal
 from .bounds import lower_bound
 from .case import Case, Order, unit
 from .costs import Costs
 from .errors import PlanError
 from .lower import lower
+from .periodic import unroll
 from .seeds import Seed, seeds
 from .simulate import simulate
 from .verify import ascending, verify
@@ -37,10 +38,17 @@ Candidate = tuple[int, ...]
 PLACEMENTS: Final = ("linear", "loop", "v")
 
 #: annealings that begin, a candidate
-_ARMS = 2
+_ARMS: Final = 3
+#: seeds that are this much slower than the best one are left alone: annealing gains less
+_HOPELESS: Final = 1.25
 #: of each round's annealings, the share that goes on
-_KEEP = 3
-_ROUNDS = 3
+_KEEP: Final = 3
+#: (hot, cycles) of the rounds
+_ROUNDS: Final = ((0.2, 1), (0.1, 1), (0.1, 3))
+#: from this many micro-batches a stage on, orders of fewer are improved and repeated, with this share of the budget
+_LONG: Final = 6
+_SHORT: Final = 3
+_REPEATING: Final = 0.2
 
 
 @dataclass
@@ -96,7 +104,6 @@ class _Arm:
     seed: Seed
     order: Order
     makespan: float
-    rounds: int = field(default=0)
 
 
 def search(
@@ -132,6 +139,7 @@ def search(
     hunt.warm_up()
     hunt.begin(budget_seconds, visits)
     hunt.plant()
+    hunt.repeat()
     hunt.rounds()
     return hunt.found()
 
@@ -202,7 +210,7 @@ class _Hunt:
             tried.seeds = len(grown.found)
             if grown.found:
                 tried.seed = grown.found[0].order.name
-                tried.seed_makespan = tried.makespan = grown.found[0].makespan
+                tried.seed_makespan = grown.found[0].makespan
             for planted in grown.found:
                 if planted.named:
                     self.named = min(self.named, planted.makespan)
@@ -224,47 +232,76 @@ class _Hunt:
         run = anneal(self.best.case, self.best.order, visits=2_000_000, seed=self.seed)
         return run.visits / max(time.perf_counter() - begin, 1e-9)
 
-    def rounds(self) -> None:
+    def repeat(self) -> None:
+        """For many micro-batches: orders for a few, improved and then repeated (periodic.py)."""
         assert self.visits is not None
-        for number in range(_ROUNDS):
-            self.arms = sorted(
-                (arm for arm in self.arms if arm.tried.bound < self._makespan() - self.tiny),
-                key=lambda arm: arm.makespan,
-            )
+        stages, micro_batches = self.cases[0].stages, self.cases[0].micro_batches
+        if micro_batches < _LONG * stages:
+            return
+        few = _SHORT * stages + (micro_batches - _SHORT * stages) % stages
+        likely = sorted(self._promising(), key=lambda arm: arm.makespan)[:_KEEP]
+        share = int((self.visits - self.used) * _REPEATING) // max(1, len(likely))
+        for long in likely:
+            if self._done() or self.late:
+                return
+            case = Case(long.case.placement, few, long.case.costs, long.case.edges, long.case.memory_limit)
+            grown = seeds(case, visits=share // 2)
+            long.tried.visits += grown.visits
+            self.used += grown.visits
+            for planted in grown.found[:_ARMS]:
+                visits = max(0, share - grown.visits) // _ARMS
+                run = anneal(
+                    case, planted.order, visits=visits, seed=self.seed, hot=0.01, deadline=self.deadline
+                )
+                self._spend(long.tried, run)
+                if longer := unroll(case, run.order, long.case):
+                    seed = Seed(longer[0], longer[1], False)
+                    arm = _Arm(long.case, long.tried, seed, *longer)
+                    self.arms.append(arm)
+                    self._keep(arm)
+
+    def rounds(self) -> None:
+        """Anneals what is promising, ever fewer orders for ever longer."""
+        assert self.visits is not None
+        for number, (hot, cycles) in enumerate(_ROUNDS):
+            self.arms = sorted(self._promising(), key=lambda arm: arm.makespan)
             if number:
-                self.arms = self.arms[: max(1, math.ceil(len(self.arms) / _KEEP))]
-            left = self.visits - self.used
-            share = left // (_ROUNDS - number)
+                self.arms = self.arms[: math.ceil(len(self.arms) / _KEEP)]
+            share = max(0, self.visits - self.used) // (len(_ROUNDS) - number)
             for index, arm in enumerate(self.arms):
                 if self._done() or self.late:
                     return
-                self._improve(arm, share // (len(self.arms) - index), number)
-                share -= self.used_last
-            if not self.arms:
-                return
+                run = anneal(
+                    arm.case,
+                    arm.order,
+                    visits=share // len(self.arms),
+                    seed=self.seed * 1009 + number * 101 + index,
+                    hot=hot,
+                    cycles=cycles,
+                    goal=arm.tried.bound,
+                    deadline=self.deadline,
+                )
+                self._spend(arm.tried, run)
+                arm.order, arm.makespan = run.order, run.makespan
+                self._keep(arm)
 
-    def _improve(self, arm: _Arm, visits: int, number: int) -> None:
-        run = anneal(
-            arm.case,
-            arm.order,
-            visits=visits,
-            seed=self.seed * 1009 + number * 101 + self.arms.index(arm),
-            hot=0.05,
-            cold=0.004,
-            cycles=1 if number == 0 else 3,
-            goal=arm.tried.bound,
-            deadline=self.deadline,
-        )
-        self.used_last = run.visits
+    def _promising(self) -> list[_Arm]:
+        """The annealings that may still beat the best order."""
+        best = self._makespan()
+        return [
+            arm
+            for arm in self.arms
+            if arm.tried.bound < best - self.tiny and arm.makespan <= best * _HOPELESS
+        ]
+
+    def _spend(self, tried: Tried, run: Annealed) -> None:
+        tried.visits += run.visits
         self.used += run.visits
         self.moves += run.moves
         self.late = self.late or run.late
-        arm.order, arm.makespan = run.order, run.makespan
-        arm.tried.visits += run.visits
-        arm.tried.makespan = min(arm.tried.makespan, run.makespan)
-        self._keep(arm)
 
     def _keep(self, arm: _Arm) -> None:
+        arm.tried.makespan = min(arm.tried.makespan, arm.makespan)
         if self.best is None or arm.makespan < self.best.makespan - self.tiny:
             self.best = _Arm(arm.case, arm.tried, arm.seed, arm.order, arm.makespan)
 
