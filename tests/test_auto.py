@@ -115,7 +115,8 @@ def test_pieces_are_measured_and_their_exact_bytes_are_the_programs(model: GPT) 
     assert sum(auto.pieces.seconds()) > 0
     assert auto.spread is not None
     assert auto.spread >= 0
-    cuts = auto.cuts((0, 1), 4)
+    # where it would be cut depends on what was measured: these are cuts that don't
+    cuts = auto_of(model, Strategy(pp_degree=2, schedule_mode="auto", costs="roofline")).cuts((0, 1), 4)
     costs, edges = auto.exact((0, 1), cuts)
     assert costs.forward == auto.costs((0, 1), cuts).forward
     assert {e.nbytes for e in edges} == {e.nbytes for e in auto.edges(cuts)}
