@@ -33,8 +33,7 @@ def die_with_parent() -> None:
 
 
 def load(file: str, modules: dict[str, ModuleType]) -> ModuleType:
-    """A test module, loaded once. Its folder and the tests' folder can be imported from, as pytest does it.
-    """
+    """A test module, loaded once. Its folder and the tests' folder can be imported from, as pytest does it."""
     if file not in modules:
         for folder in (str(Path(__file__).parent), str(Path(file).parent)):
             if folder not in sys.path:

@@ -131,7 +131,7 @@ def test_partition_matters_more_than_the_order(name: str, chunks: int, gain: flo
     each = 32 // (8 * chunks)
     uniform = makespan([1 + each * k for k in range(1, 8 * chunks)])
     cuts = balanced(pieces, 8 * chunks)
-    found, best = improved(pieces, cuts, makespan)
+    _, best = improved(pieces, cuts, makespan)
     assert best <= makespan(cuts)
     assert best < (1 - gain) * uniform
     if name == "1F1B":
