@@ -32,7 +32,8 @@ JOINED = 3
 class Arrays(NamedTuple):
     """What the kernels read. C chunks, S stages; an entry is kind · C + chunk.
 
-    stage_of[C]; offset[S+1]: where each stage's part of an order begins; duration[4·C] by entry, of JOINED
+    stage_of[C]; own[own_from[s]:own_from[s+1]]: the chunks of stage s, ascending; offset[S+1]: where each
+    stage's part of an order begins; duration[4·C] by entry, of JOINED
     what it adds to its B; least[3·C]: of F, B and the cheaper W; work[S]: their sum on each stage. Inputs of
     F's and B's by entry, source[into[e]:into[e+1]] with delay, near where it is on the same stage; whoever
     needs them on other stages, target[out[e]:out[e+1]]. Bytes: add[4·C] while the job runs, keep[4·C] once it
@@ -43,6 +44,8 @@ class Arrays(NamedTuple):
     total: int
     micro_batches: int
     stage_of: Ints
+    own: Ints
+    own_from: Ints
     offset: Ints
     duration: Floats
     least: Floats
@@ -140,6 +143,8 @@ class Case:
             total,
             self.micro_batches,
             np.array(self.placement, dtype=np.int64),
+            np.array([chunk for chunks in self.own for chunk in chunks], dtype=np.int64),
+            np.array([0, *np.cumsum([len(chunks) for chunks in self.own])], dtype=np.int64),
             np.array([0, *np.cumsum(counts)], dtype=np.int64),
             np.concatenate([forward, backward_b, weights, joined]),
             least,

@@ -144,9 +144,8 @@ def _list_schedule(
         coming_b = coming_f = _NEVER
         blocked = False
         deeper = 0.0
-        for chunk in range(total - 1, -1, -1):
-            if a.stage_of[chunk] != stage:
-                continue
+        for n in range(a.own_from[stage + 1] - 1, a.own_from[stage] - 1, -1):
+            chunk = a.own[n]
             mf, mb, mw = count[chunk], count[total + chunk], count[2 * total + chunk]
             if mf < size:
                 when = _ready(a, end, chunk, mf)
@@ -209,12 +208,11 @@ def _list_schedule(
         event[stage] = done
         if kind < 2:
             end[entry * size + m] = done
-            # whoever may need it looks when it arrives
-            for other in range(total):
-                target = kind * total + other
+            # whoever needs it looks when it arrives
+            for n in range(a.out[entry], a.out[entry + 1]):
+                target = a.target[n]
+                at = a.stage_of[target % total]
                 for k in range(a.into[target], a.into[target + 1]):
                     if a.source[k] == entry:
-                        at = a.stage_of[other]
-                        there = max(done + a.delay[k], free[at])
-                        event[at] = min(event[at], there)
+                        event[at] = min(event[at], max(done + a.delay[k], free[at]))
     return True

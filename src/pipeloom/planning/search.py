@@ -29,7 +29,7 @@ from .costs import Costs
 from .errors import PlanError
 from .lower import lower
 from .periodic import unroll
-from .seeds import Seed, seeds
+from .seeds import Seed, Seeds
 from .simulate import simulate
 from .verify import ascending, verify
 
@@ -49,6 +49,8 @@ _ROUNDS: Final = ((0.2, 1), (0.1, 1), (0.1, 3))
 _LONG: Final = 6
 _SHORT: Final = 3
 _REPEATING: Final = 0.2
+#: share of the budget for rarer seeds
+_SEEDING: Final = 0.3
 
 
 @dataclass
@@ -192,8 +194,9 @@ class _Hunt:
     def warm_up(self) -> None:
         """Compiles, or loads what was compiled before, so that no budget pays for it."""
         case = Case((0,), 2, Costs.uniform(1))
-        for planted in seeds(case, visits=0).found[:1]:
-            anneal(case, planted.order, visits=1)
+        grown = Seeds(case)
+        grown.usual()
+        anneal(case, grown.found[0].order, visits=1)
 
     def begin(self, budget_seconds: float, visits: int | None) -> None:
         self.start = time.monotonic()
@@ -201,21 +204,32 @@ class _Hunt:
         self.visits = visits
 
     def plant(self) -> None:
-        """The seeds of all candidates, and from the time they took a budget in visits."""
+        """The seeds of all candidates, the rarer ones first for those that look best; then, where the budget is in
+        seconds, what is left of it in visits."""
+        grown = [Seeds(case, self.deadline) for case in self.cases]
+        for some in grown:
+            some.usual()
         allowance = self.visits if self.visits is not None else int(4e7 * (self.deadline - self.start))
-        for case, tried in zip(self.cases, self.tried, strict=True):
-            grown = seeds(case, visits=allowance // (4 * len(self.cases)))
-            tried.visits += grown.visits
-            self.used += grown.visits
-            tried.seeds = len(grown.found)
-            if grown.found:
-                tried.seed = grown.found[0].order.name
-                tried.seed_makespan = grown.found[0].makespan
-            for planted in grown.found:
-                if planted.named:
-                    self.named = min(self.named, planted.makespan)
-            for planted in grown.found[:_ARMS]:
-                arm = _Arm(case, tried, planted, planted.order, planted.makespan)
+        allowance = int(allowance * _SEEDING)
+        order = sorted(
+            range(len(grown)), key=lambda n: grown[n].found[0].makespan if grown[n].found else math.inf
+        )
+        for number in order:
+            if allowance > 0 and not self.late:
+                before = grown[number].visits
+                grown[number].more(allowance // 2)
+                allowance -= grown[number].visits - before
+                self.late = grown[number].late
+        for case, tried, some in zip(self.cases, self.tried, grown, strict=True):
+            tried.visits += some.visits
+            self.used += some.visits
+            found = some.found
+            tried.seeds = len(found)
+            if found:
+                tried.seed, tried.seed_makespan = found[0].order.name, found[0].makespan
+            self.named = min(self.named, some.named)
+            for seed in found[:_ARMS]:
+                arm = _Arm(case, tried, seed, seed.order, seed.makespan)
                 self.arms.append(arm)
                 self._keep(arm)
         if self.best is None:
@@ -245,7 +259,9 @@ class _Hunt:
             if self._done() or self.late:
                 return
             case = Case(long.case.placement, few, long.case.costs, long.case.edges, long.case.memory_limit)
-            grown = seeds(case, visits=share // 2)
+            grown = Seeds(case, self.deadline)
+            grown.usual()
+            grown.more(share // 2)
             long.tried.visits += grown.visits
             self.used += grown.visits
             for planted in grown.found[:_ARMS]:
@@ -255,7 +271,7 @@ class _Hunt:
                 )
                 self._spend(long.tried, run)
                 if longer := unroll(case, run.order, long.case):
-                    seed = Seed(longer[0], longer[1], False)
+                    seed = Seed(*longer)
                     arm = _Arm(long.case, long.tried, seed, *longer)
                     self.arms.append(arm)
                     self._keep(arm)

@@ -8,9 +8,9 @@ memory. Each is checked: an order that can't run or exceeds a limit is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,73 +31,102 @@ _MAKING = 100
 _LIMITING = 5_000
 
 
-@dataclass(frozen=True)
-class Seed:
-    """An order and its makespan. named: it is a schedule of the catalogue as it stands."""
+class Seed(NamedTuple):
+    """An order and its makespan."""
 
     order: Order
     makespan: float
-    named: bool
 
 
-@dataclass
 class Seeds:
-    """A case's seeds, best first, and what they cost in jobs timed."""
+    """The seeds of a case that fit its limits, each makespan once. named: the shortest of a named schedule; visits:
+    what they cost, in jobs timed; late: whether the deadline left some out."""
 
-    found: list[Seed]
-    visits: int
+    def __init__(self, case: Case, deadline: float = math.inf) -> None:
+        self.case = case
+        self.deadline = deadline
+        self.named = math.inf
+        self.visits = 0
+        self.late = False
+        self._tiny = max(1e-9 * unit(case), 1e-300)
+        self._by_time: dict[int, Seed] = {}
+        self._named: list[Schedule] = []
+        self._fitting: set[str] = set()
 
+    @property
+    def found(self) -> list[Seed]:
+        """Best first."""
+        return sorted(self._by_time.values(), key=lambda seed: seed.makespan)
 
-def seeds(case: Case, *, visits: int) -> Seeds:
-    """The seeds that fit the case's limits, each makespan once. Named schedules and greedy orders are always
-    tried; the others as long as their cost stays below `visits` jobs timed. Empty where nothing fits."""
-    out: dict[int, Seed] = {}
-    tiny = 1e-9 * unit(case)
-    spent = 0
+    def usual(self) -> None:
+        """Named schedules as they stand, one micro-batch at a time, and the greedy orders."""
+        case = self.case
+        self._consider(one_at_a_time(case))
+        for schedule in _named(case, {}):
+            self._named.append(schedule)
+            if self._consider(case.encode(schedule), named=True):
+                self._fitting.add(schedule.name)
+            self.visits += _MAKING * case.jobs
+            if self._over():
+                return
+        for policy in policies(case.chunks):
+            if order := greedy(case, policy):
+                self._consider(order)
+            self.visits += (3 + case.stages // 16) * case.jobs
+            if self._over():
+                return
 
-    def consider(order: Order, named: bool) -> None:
+    def more(self, visits: int) -> None:
+        """Named schedules made for the limit where they don't fit as they stand, then orders with their W's placed
+        anew and with other warm-ups, as long as that costs less than `visits` jobs timed."""
+        case, upto = self.case, self.visits + visits
+        for schedule in self._limited():
+            self._named.append(schedule)
+            self._consider(case.encode(schedule), named=True)
+            self.visits += _LIMITING * case.jobs
+            if self.visits >= upto or self._over():
+                return
+        for make in [*_refilled(case, self._named), *_warmed(case)]:
+            if made := make():
+                self._consider(case.encode(made))
+            self.visits += _MAKING * case.jobs
+            if self.visits >= upto or self._over():
+                return
+
+    def _limited(self) -> Iterator[Schedule]:
+        held = zip(self.case.costs.held_forward, self.case.costs.held_weight, strict=True)
+        limit = float(self.case.arrays.limit.min())
+        if math.isfinite(limit):
+            options = {"memory_limit": limit, "acts": [f + w for f, w in held]}
+            for schedule in _named(self.case, options, besides=self._fitting):
+                schedule.name += " within the limit"
+                yield schedule
+
+    def _over(self) -> bool:
+        self.late = self.late or time.monotonic() > self.deadline
+        return self.late
+
+    def _consider(self, order: Order, *, named: bool = False) -> bool:
         try:
-            end = makespan(case, order)
+            end = makespan(self.case, order)
         except StuckOrder:
-            return
-        out.setdefault(round(end / max(tiny, 1e-300)), Seed(order, end, named))
-
-    named = list(_named(case))
-    for schedule in named:
-        consider(case.encode(schedule), True)
-        spent += _MAKING * case.jobs
-    consider(one_at_a_time(case), False)
-    for policy in policies(case.chunks):
-        if order := greedy(case, policy):
-            consider(order, False)
-        spent += 2 * case.jobs
-    if spent < visits:
-        for schedule in _named(case, limited=True):
-            consider(case.encode(schedule), True)
-            named.append(schedule)
-            spent += _LIMITING * case.jobs
-    for make in [*_refilled(case, named), *_warmed(case)]:
-        if spent >= visits:
-            break
-        spent += _MAKING * case.jobs
-        if schedule_or_none := make():
-            consider(case.encode(schedule_or_none), False)
-    return Seeds(sorted(out.values(), key=lambda seed: seed.makespan), spent)
+            return False
+        self._by_time.setdefault(round(end / self._tiny), Seed(order, end))
+        if named:
+            self.named = min(self.named, end)
+        return True
 
 
-def _named(case: Case, *, limited: bool = False) -> Iterator[Schedule]:
-    """Every schedule of the catalogue with the case's placement, with whole and with split backwards. limited:
-    made for the tightest of the stages' limits."""
-    options: dict[str, Any] = {}
-    if limited:
-        held = zip(case.costs.held_forward, case.costs.held_weight, strict=True)
-        options = {"memory_limit": float(case.arrays.limit.min()), "acts": [f + w for f, w in held]}
-        if math.isinf(options["memory_limit"]):
-            return
+def _named(case: Case, options: dict[str, Any], besides: Collection[str] = ()) -> Iterator[Schedule]:
+    """Every schedule of the catalogue with the case's placement, with whole and with split backwards, but those in
+    `besides`. options: of `build`."""
     for name, entry in CATALOGUE.items():
         if entry.chunks is not None and entry.chunks != case.chunks:
             continue
         for split in (True,) if entry.splits else (False, True):
+            called = name if entry.splits or not split else f"{name} split"
+            if called in besides:
+                continue
             try:
                 schedule = build(
                     name,
@@ -112,10 +141,7 @@ def _named(case: Case, *, limited: bool = False) -> Iterator[Schedule]:
             except ValueError:
                 continue  # it doesn't take these numbers, or the limit holds no micro-batch
             if schedule.placement == case.placement:
-                if split and not entry.splits:
-                    schedule.name += " split"
-                if limited:
-                    schedule.name += " within the limit"
+                schedule.name = called
                 yield schedule
 
 
