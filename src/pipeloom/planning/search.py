@@ -40,15 +40,17 @@ PLACEMENTS: Final = ("linear", "loop", "v")
 #: annealings that begin, a candidate
 _ARMS: Final = 3
 #: seeds that are this much slower than the best one are left alone: annealing gains less
-_HOPELESS: Final = 1.25
+_HOPELESS: Final = 1.15
 #: of each round's annealings, the share that goes on
 _KEEP: Final = 3
 #: (hot, cycles) of the rounds
 _ROUNDS: Final = ((0.2, 1), (0.1, 1), (0.1, 3))
-#: from this many micro-batches a stage on, orders of fewer are improved and repeated, with this share of the budget
-_LONG: Final = 6
-_SHORT: Final = 3
-_REPEATING: Final = 0.2
+#: from this many micro-batches a stage on, orders of fewer are improved and repeated: of so many a stage, for the best
+#: so many candidates, with this share of the budget
+_LONG: Final = 4
+_SHORT: Final = (2.0, 2.5, 3.0)
+_REPEATED: Final = 2
+_REPEATING: Final = 0.25
 #: share of the budget for rarer seeds
 _SEEDING: Final = 0.3
 
@@ -221,8 +223,7 @@ class _Hunt:
                 allowance -= grown[number].visits - before
                 self.late = grown[number].late
         for case, tried, some in zip(self.cases, self.tried, grown, strict=True):
-            tried.visits += some.visits
-            self.used += some.visits
+            self._charge(tried, some.visits)
             found = some.found
             tried.seeds = len(found)
             if found:
@@ -250,31 +251,34 @@ class _Hunt:
         """For many micro-batches: orders for a few, improved and then repeated (periodic.py)."""
         assert self.visits is not None
         stages, micro_batches = self.cases[0].stages, self.cases[0].micro_batches
-        if micro_batches < _LONG * stages:
+        if micro_batches < _LONG * stages or stages == 1:
             return
-        few = _SHORT * stages + (micro_batches - _SHORT * stages) % stages
-        likely = sorted(self._promising(), key=lambda arm: arm.makespan)[:_KEEP]
-        share = int((self.visits - self.used) * _REPEATING) // max(1, len(likely))
-        for long in likely:
-            if self._done() or self.late:
-                return
-            case = Case(long.case.placement, few, long.case.costs, long.case.edges, long.case.memory_limit)
-            grown = Seeds(case, self.deadline)
-            grown.usual()
-            grown.more(share // 2)
-            long.tried.visits += grown.visits
-            self.used += grown.visits
-            for planted in grown.found[:_ARMS]:
-                visits = max(0, share - grown.visits) // _ARMS
-                run = anneal(
-                    case, planted.order, visits=visits, seed=self.seed, hot=0.01, deadline=self.deadline
-                )
-                self._spend(long.tried, run)
-                if longer := unroll(case, run.order, long.case):
-                    seed = Seed(*longer)
-                    arm = _Arm(long.case, long.tried, seed, *longer)
-                    self.arms.append(arm)
-                    self._keep(arm)
+        likely = {id(arm.case): arm for arm in sorted(self._promising(), key=lambda arm: -arm.makespan)}
+        chosen = list(likely.values())[: -_REPEATED - 1 : -1]
+        share = int((self.visits - self.used) * _REPEATING) // max(1, len(chosen) * len(_SHORT))
+        for long in chosen:
+            for depth in _SHORT:
+                if self._done() or self.late:
+                    return
+                self._repeat(long, int(depth * stages), share)
+
+    def _repeat(self, long: _Arm, micro_batches: int, visits: int) -> None:
+        case = Case(
+            long.case.placement, micro_batches, long.case.costs, long.case.edges, long.case.memory_limit
+        )
+        grown = Seeds(case, self.deadline)
+        grown.usual()
+        grown.more(visits // 3)
+        self._charge(long.tried, grown.visits)
+        chosen = grown.found[:_ARMS]
+        for seed in chosen:
+            share = max(0, visits - grown.visits) // len(chosen)
+            run = anneal(case, seed.order, visits=share, seed=self.seed, hot=0.01, deadline=self.deadline)
+            self._spend(long.tried, run)
+            if longer := unroll(case, run.order, long.case):
+                arm = _Arm(long.case, long.tried, Seed(*longer), *longer)
+                self.arms.append(arm)
+                self._keep(arm)
 
     def rounds(self) -> None:
         """Anneals what is promising, ever fewer orders for ever longer."""
@@ -311,10 +315,13 @@ class _Hunt:
         ]
 
     def _spend(self, tried: Tried, run: Annealed) -> None:
-        tried.visits += run.visits
-        self.used += run.visits
+        self._charge(tried, run.visits)
         self.moves += run.moves
         self.late = self.late or run.late
+
+    def _charge(self, tried: Tried, visits: int) -> None:
+        tried.visits += visits
+        self.used += visits
 
     def _keep(self, arm: _Arm) -> None:
         arm.tried.makespan = min(arm.tried.makespan, arm.makespan)
