@@ -10,6 +10,7 @@ pipelining, Lam 1988, whose unit was found by search.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,13 +20,15 @@ from .case import JOINED, Case, Floats, Ints, Order
 from .walk import blank, finish
 
 
-def unroll(few: Case, order: Order, many: Case) -> tuple[Order, float] | None:
+def unroll(few: Case, order: Order, many: Case, tries: int = 2_000) -> tuple[Order, float] | None:
     """The fastest repetition of an order of `few` that fits the limits of `many`, the same case with more
-    micro-batches, and its makespan. None where none fits."""
+    micro-batches, and its makespan. None where none fits. tries: repetitions looked at, spread evenly over those
+    that there are."""
     starts, kinds = _table(few, order)
+    units = list(_units(few, starts, many.micro_batches))
     best: tuple[Order, float] | None = None
     seen: set[bytes] = set()
-    for first, count, period in _units(few, starts, many.micro_batches):
+    for first, count, period in units[:: max(1, math.ceil(len(units) / max(1, tries)))]:
         longer = _repeat(many, starts, kinds, first, count, period, f"{order.name}, repeated")
         key = longer.entries.tobytes()
         if key in seen:

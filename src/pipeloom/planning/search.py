@@ -51,6 +51,8 @@ _LONG: Final = 4
 _SHORT: Final = (2.0, 2.5, 3.0)
 _REPEATED: Final = 2
 _REPEATING: Final = 0.25
+#: one repetition takes about as long as timing so many times its jobs
+_UNROLLING: Final = 5
 #: share of the budget for rarer seeds
 _SEEDING: Final = 0.3
 
@@ -270,12 +272,19 @@ class _Hunt:
         grown.usual()
         grown.more(visits // 3)
         self._charge(long.tried, grown.visits)
+        self.late = self.late or grown.late
         chosen = grown.found[:_ARMS]
+        share = max(0, visits - grown.visits) // max(1, len(chosen))
+        tries = share // 2 // (_UNROLLING * long.case.jobs)
         for seed in chosen:
-            share = max(0, visits - grown.visits) // len(chosen)
-            run = anneal(case, seed.order, visits=share, seed=self.seed, hot=0.01, deadline=self.deadline)
+            if self.late or tries < 1:
+                return
+            run = anneal(
+                case, seed.order, visits=share // 2, seed=self.seed, hot=0.01, deadline=self.deadline
+            )
             self._spend(long.tried, run)
-            if longer := unroll(case, run.order, long.case):
+            self._charge(long.tried, tries * _UNROLLING * long.case.jobs)
+            if longer := unroll(case, run.order, long.case, tries):
                 arm = _Arm(long.case, long.tried, Seed(*longer), *longer)
                 self.arms.append(arm)
                 self._keep(arm)

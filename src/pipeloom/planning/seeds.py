@@ -78,20 +78,23 @@ class Seeds:
 
     def more(self, visits: int) -> None:
         """Named schedules made for the limit where they don't fit as they stand, then orders with their W's placed
-        anew and with other warm-ups, as long as that costs less than `visits` jobs timed."""
+        anew and with other warm-ups, for no more than `visits` jobs timed."""
         case, upto = self.case, self.visits + visits
-        for schedule in self._limited():
+        limiting, making = _LIMITING * case.jobs, _MAKING * case.jobs
+        limited = self._limited()
+        while self.visits + limiting <= upto and not self._over():
+            schedule = next(limited, None)
+            if schedule is None:
+                break
+            self.visits += limiting
             self._named.append(schedule)
             self._consider(case.encode(schedule), named=True)
-            self.visits += _LIMITING * case.jobs
-            if self.visits >= upto or self._over():
-                return
         for make in [*_refilled(case, self._named), *_warmed(case)]:
+            if self.visits + making > upto or self._over():
+                return
+            self.visits += making
             if made := make():
                 self._consider(case.encode(made))
-            self.visits += _MAKING * case.jobs
-            if self.visits >= upto or self._over():
-                return
 
     def _limited(self) -> Iterator[Schedule]:
         held = zip(self.case.costs.held_forward, self.case.costs.held_weight, strict=True)
