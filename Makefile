@@ -1,5 +1,5 @@
 # make train   a venv, the package, and a GPT trained through two ranks; options: make train ARGS="--minutes 1"
-# make test    the same venv, all tests but the nightly ones, ruff and mypy
+# make test    the same venv, all tests but the nightly ones and those for accelerators, ruff and mypy
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -11,7 +11,7 @@ train: $(VENV)/.run
 	$(BIN)/pipeloom train $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly and not gpu" -n 2 --dist loadfile $(ARGS)
 	$(MAKE) --no-print-directory check
 
 check: $(VENV)/.dev

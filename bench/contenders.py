@@ -16,7 +16,7 @@ from torch.distributed import pipelining as torch_pipelining
 
 import pipeloom
 from pipeloom import api
-from pipeloom.runtime.executor import _Step
+from pipeloom.runtime.executor import Step
 from setting import RANKS, Part, Setting, loss_fn
 
 #: our schedule -> torch's class, chunks a stage
@@ -92,12 +92,12 @@ class _NothingRecorded:
     cost. (Names are set through `setattr`: no type checker should take this for something that is meant.)"""
 
     def __enter__(self) -> None:
-        self._kept = (_Step.timed, vars(api)["exchange_figures"])
-        setattr(_Step, "timed", lambda step, _, item: step.do(item))  # noqa: B010
+        self._kept = (Step.timed, vars(api)["exchange_figures"])
+        setattr(Step, "timed", lambda step, _, item: step.do(item))  # noqa: B010
         setattr(api, "exchange_figures", lambda *_: None)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
-        for owner, name, kept in zip((_Step, api), ("timed", "exchange_figures"), self._kept, strict=True):
+        for owner, name, kept in zip((Step, api), ("timed", "exchange_figures"), self._kept, strict=True):
             setattr(owner, name, kept)
 
 

@@ -4,14 +4,17 @@ Both functions are collective calls of two ranks (see start.py) and give JSON-ab
 from the first to the second as text, so that what is run is what was predicted: the second checks the plans' digests.
 
 What a job costs comes from steps of 1F1B on both ranks, in its whole and in its split form: the median of each job,
-with all that disturbs it there. Within a chunk of 1F1B the pieces keep the proportions that timing them apart gave.
+with all that disturbs it there; how much jobs differ from their medians comes from there too (see jitter.py).
+Within a chunk of 1F1B the pieces keep the proportions that timing them apart gave. What a message costs its two ranks
+is counted by itself, since other schedules send more of them: the time that passes between two jobs without waiting,
+and the processor time of the threads that move bytes, which both cores lack while both ranks compute.
 Costs are then stretched a little, all alike, so that the simulated step of 1F1B takes what its steps took.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from jitter import COMPUTE, Jitter, medians
 from pipeloom import Plan, Strategy
 from pipeloom.api import Pipeline
 from pipeloom.auto import Auto
@@ -34,12 +38,15 @@ from pipeloom.program.batch import flatten_batch, split_batch
 from pipeloom.program.subprogram import ProgramSet
 from pipeloom.runtime import launch
 from pipeloom.schedules import Schedule, Timeline, build, linear, loop, vee
+from pipeloom.schedules.jobs import Edge
 from rounds import timed
 from setting import RANKS, Setting, loss_fn
 
 #: what is predicted -> where its chunks lie; "auto" chooses
 PLACEMENTS = {"1F1B": linear(RANKS), "VPP": loop(RANKS, 2), "ZBV": vee(RANKS)}
 CPU = torch.device("cpu")
+#: bytes, more than any cache holds
+CACHE = 256 << 20
 
 
 class Foreseen(Planner):
@@ -116,13 +123,17 @@ def one_f_one_b(setting: Setting, cuts: Sequence[int], split: bool) -> Choice:
 
 @dataclass
 class Seen:
-    """Steps of 1F1B: seconds of a whole step, of what follows the last job, and of each job by (kind, chunk): medians.
-    transfer: of a message that is waited for."""
+    """Steps of 1F1B, medians: seconds of a whole step, of what follows the last job, of each job by (kind, chunk);
+    transfer: of a message that was waited for. between, moving: what a message takes of either of its ranks, between
+    jobs and in other threads. jitter: how jobs differ from their medians."""
 
     step: float
     tail: float
     jobs: dict[tuple[str, int], float]
     transfer: float
+    between: float
+    moving: float
+    jitter: Jitter
 
 
 def watch(setting: Setting, choices: dict[bool, Choice], steps: int, warm_up: int) -> dict[bool, Seen]:
@@ -130,16 +141,27 @@ def watch(setting: Setting, choices: dict[bool, Choice], steps: int, warm_up: in
     pipes = {split: pipeline(setting, choice) for split, choice in choices.items()}
     whole: dict[bool, list[float]] = {split: [] for split in pipes}
     timelines: dict[bool, list[Timeline]] = {split: [] for split in pipes}
+    moving: dict[bool, list[float]] = {split: [] for split in pipes}
     for number in range(warm_up + steps):
         for split, pipe in pipes.items():
-            took = timed(Step(pipe, setting))
+            step = Step(pipe, setting)
+            cool()
+            busy = time.process_time() - time.thread_time()
+            took = timed(step)
+            busy = time.process_time() - time.thread_time() - busy
             timeline = pipe.timeline()
             if number >= warm_up:
                 whole[split].append(took)
                 timelines[split].append(timeline)
+                moving[split].append(busy)
     for pipe in pipes.values():
         pipe.close()
-    return {split: what_was_seen(whole[split], timelines[split]) for split in pipes}
+    return {split: what_was_seen(whole[split], timelines[split], moving[split]) for split in pipes}
+
+
+def cool() -> None:
+    """Empties the processor's caches: two pipelines that take turns would find more of theirs there than four do."""
+    torch.ones(CACHE // 4).add_(1)
 
 
 class Step:
@@ -152,29 +174,50 @@ class Step:
         float(self.pipe.step(*self.batch).loss)
 
 
-def what_was_seen(whole: Sequence[float], timelines: Sequence[Timeline]) -> Seen:
-    jobs: dict[tuple[str, int], list[float]] = defaultdict(list)
-    transfers = []
-    for timeline in timelines:
-        for span in timeline.spans:
-            if span.kind in "FBWX":
-                jobs[span.kind, span.chunk].append(span.end - span.start)
-        transfers += [flow.arrived - flow.sent for flow in timeline.flows]
+def what_was_seen(whole: Sequence[float], timelines: Sequence[Timeline], moving: Sequence[float]) -> Seen:
+    """moving: processor seconds of this rank's other threads, step by step. A collective call."""
     working = [jobs_end(t) - jobs_start(t) for t in timelines]
+    everyones: list[float] = [0.0] * RANKS
+    dist.all_gather_object(everyones, statistics.median(moving))
+    ends = 2 * len(timelines[0].flows)  # each message keeps two ranks busy
     return Seen(
         statistics.median(whole),
         statistics.median(w - j for w, j in zip(whole, working, strict=True)),
-        {job: statistics.median(times) for job, times in jobs.items()},
-        statistics.quantiles(transfers, n=10)[0],
+        medians(timelines),
+        statistics.median(seconds for t in timelines for seconds in transfers(t)),
+        statistics.median(between_jobs(t) for t in timelines) / ends,
+        sum(everyones) / ends,
+        Jitter.of(timelines),
     )
 
 
+def transfers(timeline: Timeline) -> list[float]:
+    """Seconds of the messages that their receivers were waiting for when they were sent."""
+    waits = {(s.rank, s.chunk, s.micro_batch, s.end): s.start for s in timeline.spans if s.kind == "wait"}
+    seen = [
+        (waits.get((flow.receiver, flow.target, flow.micro_batch, flow.arrived)), flow)
+        for flow in timeline.flows
+    ]
+    return [flow.arrived - flow.sent for began, flow in seen if began is not None and began < flow.sent]
+
+
+def between_jobs(timeline: Timeline) -> float:
+    """Seconds that pass on all ranks between a rank's first job and its last one, neither in jobs nor in waiting."""
+    total = 0.0
+    for rank in range(timeline.ranks):
+        jobs = [s for s in timeline.spans if s.rank == rank and s.kind in COMPUTE]
+        begin, end = min(s.start for s in jobs), max(s.end for s in jobs)
+        waits = [s for s in timeline.spans if s.rank == rank and s.kind == "wait" and begin <= s.start < end]
+        total += end - begin - sum(s.end - s.start for s in (*jobs, *waits))
+    return total
+
+
 def jobs_start(timeline: Timeline) -> float:
-    return min(span.start for span in timeline.spans if span.kind in "FBWX")
+    return min(span.start for span in timeline.spans if span.kind in COMPUTE)
 
 
 def jobs_end(timeline: Timeline) -> float:
-    return max(span.end for span in timeline.spans if span.kind in "FBWX")
+    return max(span.end for span in timeline.spans if span.kind in COMPUTE)
 
 
 class Foresight:
@@ -182,7 +225,10 @@ class Foresight:
 
     def __init__(self, setting: Setting, auto: Auto, cuts: Sequence[int], seen: dict[bool, Seen]) -> None:
         self.setting, self.auto, self.cuts, self.seen = setting, auto, tuple(cuts), seen
-        whole, split = seen[False].jobs, seen[True].jobs
+        whole, split = (
+            {job: without_message(job[0], t, seen[form].moving) for job, t in seen[form].jobs.items()}
+            for form in (False, True)
+        )
         pieces: Pieces = auto.pieces.calibrated(
             cuts, *([split.get((kind, c), 0.0) for c in range(RANKS)] for kind in "FBW")
         )
@@ -201,7 +247,7 @@ class Foresight:
         plan = Plan.make(schedule, programs.edges(), costs)
         seen = self.seen[not whole]
         return {
-            "step": plan.simulation.makespan * self._stretch(whole) + seen.tail,
+            "step": seen.jitter.makespan(plan) * self._stretch(whole) + seen.tail,
             "peak": list(plan.simulation.peak),
             "bubble": plan.predicted.bubble_global,
             "digest": plan.digest(),
@@ -235,21 +281,28 @@ class Foresight:
         programs = auto.planner.split(auto.program.copy(), label)
         modelled = auto.costs(choice.placement, choice.positions)
         edges = [0, *choice.positions, len(auto.pieces)]
-        forward, joined = list(modelled.forward), []
+        seen = self.seen[not whole]
+        ends = dict.fromkeys(((d, c) for d in "FB" for c in range(choice.chunks)), 0.0)
+        for edge in crossing(programs, choice):
+            for chunk in (edge.source, edge.target):
+                ends[edge.direction, chunk] += seen.between + seen.moving
+        forward, backward, joined = list(modelled.forward), list(modelled.backward_b), []
         for chunk in range(choice.chunks):
             middle = (edges[chunk] + edges[chunk + 1]) / 2
             home = int(middle >= self.cuts[0])
             both = modelled.backward_b[chunk] + modelled.backward_w[chunk]
-            joined.append(both * self._joined[home])
+            joined.append(both * self._joined[home] + ends["B", chunk])
             if whole:
                 forward[chunk] *= self._forward[home]
+            forward[chunk] += ends["F", chunk]
+            backward[chunk] += ends["B", chunk]
         costs = replace(
             auto.planner.costs(programs, [0] * RANKS, choice.placement),
             forward=tuple(forward),
-            backward_b=modelled.backward_b,
+            backward_b=tuple(backward),
             backward_w=modelled.backward_w,
             backward=tuple(joined),
-            latency=self.seen[not whole].transfer,
+            latency=seen.transfer,
             bandwidth=float("inf"),
             links={},
             update=0.0,
@@ -263,7 +316,19 @@ class Foresight:
         schedule = choice.schedule(self.setting.micro_batches)
         assert schedule is not None
         seen = self.seen[not whole]
-        return (seen.step - seen.tail) / Plan.make(schedule, programs.edges(), costs).simulation.makespan
+        return (seen.step - seen.tail) / seen.jitter.makespan(Plan.make(schedule, programs.edges(), costs))
+
+
+def without_message(kind: str, seconds: float, moving: float) -> float:
+    """What a job takes without the message that each of them but W sends or takes. Jobs of a toy may be shorter than
+    what moving a message takes of the other core: at least half is theirs."""
+    return seconds if kind == "W" else max(seconds - moving, seconds / 2)
+
+
+def crossing(programs: ProgramSet, choice: Choice) -> list[Edge]:
+    """The edges whose messages go from rank to rank."""
+    where = choice.placement
+    return [edge for edge in programs.edges() if where[edge.source] != where[edge.target]]
 
 
 # ---- the second part: measure
@@ -283,6 +348,7 @@ def measure(setting: Setting, predictions: dict[str, Any], rounds: int, warm_up:
     order = list(pipes)
     for number in range(warm_up + rounds):
         for name in order:
+            cool()
             took = timed(steps[name])
             if number >= warm_up:
                 seconds[name].append(took)

@@ -11,11 +11,13 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,16 +29,18 @@ from setting import RANKS
 Work = Callable[..., dict[str, Any]]
 
 
-def both_ranks(work: Work, *arguments: Any, timeout: float) -> list[dict[str, Any]]:
+def both_ranks(
+    work: Work, *arguments: Any, timeout: float, environment: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """work(*arguments) on both ranks, as a collective call; what each returned, by rank. `work` is a function
-    of a module. Raises TimeoutError after `timeout` seconds, and what torch.multiprocessing raises where a rank
-    fails."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    of a module. environment: variables of their processes. Raises TimeoutError after `timeout` seconds, and what
+    torch.multiprocessing raises where a rank fails."""
+    wanted = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         order = (os.getpid(), store.port, folder, timeout, work, arguments)
-        context = mp.spawn(_rank, order, nprocs=RANKS, join=False)
+        with mock.patch.dict(os.environ, wanted):
+            context = mp.spawn(_rank, order, nprocs=RANKS, join=False)
         deadline = monotonic() + timeout
         try:
             while not context.join(timeout=1.0):

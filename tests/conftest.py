@@ -7,12 +7,14 @@
         assert ranks(halves, 2, 0.5) == [1.0, 2.0]         # one result a rank
 
 Each call finds a fresh default process group (Gloo) of `size` ranks. An exception in a rank becomes
-RanksFailed with each rank's traceback; a rank that doesn't answer within `timeout` seconds, or dies, is
-replaced by a new process. `ranks.outcomes` gives what happened to each rank instead of raising.
+RanksFailed with each rank's traceback. A rank that doesn't answer within `timeout` seconds (the stacks of its
+threads are shown), dies, or got no process group, is replaced by a new process. `ranks.outcomes` gives what
+happened to each rank instead of raising.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -30,6 +32,7 @@ import pytest
 WORKER = Path(__file__).with_name("rank_worker.py")
 MOST = 4
 START_SECONDS = 120
+BEYOND_USE = ("hung", "died", "no group")
 
 
 class RanksFailed(AssertionError):
@@ -49,12 +52,14 @@ class _Worker:
     def __init__(self) -> None:
         read, answers = os.pipe()
         calls, write = os.pipe()
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker
         environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), str(calls), str(answers)],
             pass_fds=(calls, answers),
             env=environment,
             stdin=subprocess.DEVNULL,
+            stdout=self.stacks,
         )
         os.close(calls)
         os.close(answers)
@@ -74,8 +79,9 @@ class _Worker:
     def answer(self, deadline: float) -> dict[str, Any] | str:
         """The answer to the last call, or "hung" or "died"."""
         while b"\n" not in self._text:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.read], [], [], left)[0]:
+            # at least 0: an answer that is there is read, however late it is asked for
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([self.read], [], [], left)[0]:
                 return "hung"
             piece = os.read(self.read, 1 << 16)
             if not piece:
@@ -85,6 +91,15 @@ class _Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def where(self) -> str:
+        """The Python stacks of all threads, for a rank that hangs."""
+        if self.process.poll() is not None:
+            return f"it ended with exit code {self.process.returncode}"
+        begin = os.fstat(self.stacks.fileno()).st_size
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return os.pread(self.stacks.fileno(), 1 << 16, begin).decode(errors="replace")
+
     def end(self) -> None:
         """This process and no other, by its own handle."""
         if self.process.poll() is None:
@@ -92,6 +107,7 @@ class _Worker:
         self.process.wait()
         self.calls.close()
         os.close(self.read)
+        self.stacks.close()
 
 
 class Ranks:
@@ -133,21 +149,29 @@ class Ranks:
                 }
                 worker.calls.write(json.dumps(call) + "\n")
                 worker.calls.flush()
-            return [self._outcome(rank, worker, began, timeout) for rank, worker in enumerate(workers)]
+            answers = [(w.answer(began + timeout), time.monotonic() - began) for w in workers]
+        stacks = [w.where() if isinstance(a, str) else "" for w, (a, _) in zip(workers, answers, strict=True)]
+        return [self._outcome(rank, *answers[rank], stacks[rank]) for rank in range(size)]
 
-    def _outcome(self, rank: int, worker: _Worker, began: float, timeout: float) -> Outcome:
-        answer = worker.answer(began + timeout)
-        seconds = time.monotonic() - began
+    def _outcome(self, rank: int, answer: dict[str, Any] | str, seconds: float, stacks: str) -> Outcome:
         if isinstance(answer, str):
-            worker.end()
+            answer = {"kind": answer, "error": f"no answer after {seconds:.1f} s\n{stacks}"}
+        if answer.get("kind") in BEYOND_USE:
+            self._workers[rank].end()
             self._workers[rank] = _Worker()
-            return Outcome(None, answer, f"no answer after {seconds:.1f} s", seconds)
         return Outcome(answer.get("value"), answer.get("kind", ""), answer.get("error", ""), seconds)
 
     def end(self) -> None:
         for worker in self._workers:
             worker.end()
         self._workers.clear()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported so far stays: the collector needn't look through it, again and again, while models are
+    captured."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

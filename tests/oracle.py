@@ -33,6 +33,8 @@ CPU = torch.device("cpu")
 class KeyedDraws(TorchDispatchMode):
     """While open, the i-th random draw of eager PyTorch is what a captured program draws for (key, i)."""
 
+    supports_higher_order_operators = True  # torch.cond and the like pass through
+
     def __init__(self, key: Tensor) -> None:
         super().__init__()
         self.key = int(key)
@@ -40,9 +42,9 @@ class KeyedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            names = [a.name for a in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            given = {a.name: a.default_value for a in func._schema.arguments}
+            given |= {**dict(zip(given, args, strict=False)), **kwargs}
             if given.get("dropout_p") != 0:
                 seed_draw(self.key, self.count, CPU)
                 self.count += 1
@@ -51,13 +53,18 @@ class KeyedDraws(TorchDispatchMode):
 
 def global_norm(gradients: Iterable[Tensor]) -> float:
     """The 2-norm over all gradients, in float64."""
-    return float(sum((g.double() ** 2).sum() for g in gradients)) ** 0.5
+    return float(sum(wide(g).norm() ** 2 for g in gradients)) ** 0.5
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In double precision."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def relative_error(gradient: Tensor, reference: Tensor, norm: float) -> float:
     """norm(error) ÷ max(norm(reference), 1e-6 · global norm): a gradient that is truly 0 doesn't blow the error up."""
-    error = float((gradient.double() - reference.double()).norm())
-    scale = max(float(reference.double().norm()), 1e-6 * norm)
+    error = float((wide(gradient) - wide(reference)).norm())
+    scale = max(float(wide(reference).norm()), 1e-6 * norm)
     return error / scale if scale else error
 
 

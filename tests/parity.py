@@ -26,13 +26,14 @@ from torch import Tensor, nn
 import pipeloom.planner
 from models import TIME, WIDTH, WORDS, Chain, TiedEnds, cross_entropy, squares
 from oracle import KeyedDraws, worst_error
-from pipeloom.api import MakeOptimizer, MakeScheduler, Pipeline
+from pipeloom.api import Pipeline
 from pipeloom.local import LocalPipeline
 from pipeloom.passes.random_keys import key_of, preserved_generators
 from pipeloom.planner import Captured, Planner
 from pipeloom.program.batch import BatchForm, flatten_batch, shape_key, split_batch
 from pipeloom.program.capture import capture_leaves, split_example
 from pipeloom.program.ir import Program
+from pipeloom.runtime.optimizers import OptimizerSpec, SchedulerSpec
 from pipeloom.runtime.transport import MemoryTransport
 from pipeloom.strategy import Strategy
 
@@ -200,8 +201,8 @@ def pipeline(
     case: Any,
     strategy: Strategy,
     example: Any,
-    optimizer: MakeOptimizer | None = None,
-    scheduler: MakeScheduler | None = None,
+    optimizer: OptimizerSpec | None = None,
+    scheduler: SchedulerSpec | None = None,
 ) -> LocalPipeline:
     """As `pipeloom.local.compile_local`, with shared captures. `case`: anything with a model and a loss_fn."""
     planner = planner_for(case, strategy)

@@ -3,13 +3,14 @@
 Started as a script: `rank_worker.py READ_FD WRITE_FD`. A call is one line of JSON:
 {"file", "function", "args", "rank", "size", "store", "timeout"}; the answer is {"value"} or {"error",
 "kind"}. The first line of all answers says that torch is imported. Each call gets a fresh default process
-group (Gloo, loopback) over a file store.
+group (Gloo, loopback) over a file store; "no group" is the kind of error where it couldn't be made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib.util
 import json
 import os
@@ -22,6 +23,10 @@ from types import ModuleType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+
+
+class NoGroup(RuntimeError):
+    """The default process group couldn't be made: torch now numbers this process's groups unlike its peers'."""
 
 
 def die_with_parent() -> None:
@@ -54,13 +59,18 @@ def run(call: dict[str, Any], modules: dict[str, ModuleType]) -> Any:
 
     function = getattr(load(call["file"], modules), call["function"])
     store = dist.FileStore(call["store"], call["size"])
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=call["rank"],
-        world_size=call["size"],
-        timeout=timedelta(seconds=call["timeout"]),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=call["rank"],
+            world_size=call["size"],
+            timeout=timedelta(seconds=call["timeout"]),
+        )
+        # A rank whose own connections stand could be done, and gone, before its peers' stand: they would fail.
+        dist.barrier()
+    except RuntimeError as error:
+        raise NoGroup(str(error)) from error
     try:
         return function(call["rank"], call["size"], *call["args"])
     finally:
@@ -68,10 +78,15 @@ def run(call: dict[str, Any], modules: dict[str, ModuleType]) -> Any:
             dist.destroy_process_group()
 
 
+def kind_of(error: BaseException) -> str:
+    return "no group" if isinstance(error, NoGroup) else type(error).__name__
+
+
 def main() -> None:
     die_with_parent()
     read, write = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which then ends us
+    faulthandler.register(signal.SIGUSR1, file=sys.stdout)  # a rank that hangs is asked where it is
     import torch
 
     torch.set_num_threads(1)
@@ -84,7 +99,7 @@ def main() -> None:
             try:
                 answer = json.dumps({"value": run(call, modules)})
             except BaseException as error:
-                answer = json.dumps({"error": traceback.format_exc(), "kind": type(error).__name__})
+                answer = json.dumps({"error": traceback.format_exc(), "kind": kind_of(error)})
             answers.write(answer + "\n")
             answers.flush()
 

@@ -95,17 +95,23 @@ def test_a_limit_that_nothing_fits(model: GPT) -> None:
     assert "allow more, take smaller micro-batches, more stages, or recompute" in str(refused.value)
 
 
-def test_within_asks_again_where_receives_do_not_fit() -> None:
-    asked = []
+@pytest.mark.parametrize("stashes", [[30.0, 10.0], [0.0, 30.0, 10.0], [0.0, 0.0]])
+def test_within_keeps_to_its_budget_and_leaves_room_for_receives(stashes: list[float]) -> None:
+    """A short search shows what receives take; the one after it has less, and so has another if it needs more."""
+    asked: list[tuple[list[float], float]] = []
 
     def find(allowed: Any, seconds: float) -> Found:
         asked.append((list(allowed), seconds))
-        stash = (30.0, 0.0) if len(asked) == 1 else (10.0, 0.0)
-        blank = dict.fromkeys(Found.__dataclass_fields__)
+        stash = (stashes[len(asked) - 1], 0.0)
+        blank = {**dict.fromkeys(Found.__dataclass_fields__), "makespan": 1.0, "ratio": 1.1}
         return Found(**{**blank, "peak": (allowed[0], 50.0), "stash": stash})  # type: ignore[arg-type]
 
     found = within(find, 100.0, 2, 8.0)
-    assert asked == [([100.0, 100.0], 8.0), ([70.0, 100.0], 4.0)]
+    assert len(asked) == len(stashes)
+    assert sum(seconds for _, seconds in asked) <= 8.0 * (1 + 1e-9)
+    assert asked[0] == ([100.0, 100.0], pytest.approx(1.2))
+    for (before, _), (after, _), stash in zip(asked, asked[1:], stashes, strict=False):
+        assert after == [before[0] - max(0.0, before[0] + stash - 100.0), 100.0]
     assert found.peak[0] + found.stash[0] <= 100
 
 

@@ -95,6 +95,27 @@ def test_simulate_writes_torch_s_csv(pipeloom: Callable[..., Done], tmp_path: Pa
     assert file.read_text() == (
         "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
     )
+    again = pipeloom(*f"simulate --stages 2 --micro-batches 1 --comm 0.1 --schedule {file}".split())
+    assert again.returncode == 0, again.stderr
+    assert "makespan       6.2 " in again.stdout
+    for wrong, says in (
+        (
+            f"--stages 3 --micro-batches 1 --schedule {file}",
+            "is a schedule for --stages 2 --micro-batches 1, not",
+        ),
+        (
+            f"--stages 2 --micro-batches 1 --chunks 2 --schedule {file}",
+            "has 1 chunk a stage: write --chunks 1",
+        ),
+        (
+            f"--stages 2 --micro-batches 1 --memory 1x --schedule {file}",
+            "leave --split-backward and --memory out",
+        ),
+        (f"--stages 2 --micro-batches 1 --schedule {tmp_path}/no.csv", "no.csv: can't be read"),
+    ):
+        done = pipeloom("simulate", *wrong.split())
+        assert done.returncode == 2
+        assert says in done.stderr
     done = pipeloom(*f"simulate --stages 2 --micro-batches 1 --csv {tmp_path / 'no' / 'plan.csv'}".split())
     assert done.returncode == 2
     assert "can't be written (No such file or directory)" in done.stderr
@@ -115,6 +136,18 @@ def test_simulate_searches(pipeloom: Callable[..., Done], tmp_path: Path) -> Non
     report = json.loads(done.stdout)
     assert report["lower_bound"] <= report["makespan"]
     assert max(report["peak"]) <= 4
+
+
+def test_simulate_draws_a_schedule_beside_another(pipeloom: Callable[..., Done], tmp_path: Path) -> None:
+    page = tmp_path / "two.html"
+    arguments = ["simulate", "--stages", "4", "--micro-batches", "8", "--schedule", "1F1B", "--beside"]
+    done = pipeloom(*arguments, "ZBV:2", "--timeline", str(page))
+    assert done.returncode == 0, done.stderr
+    assert "predicted 1F1B" in page.read_text()
+    assert "predicted ZBV" in page.read_text()
+    done = pipeloom(*arguments, "ZBV:2")
+    assert done.returncode == 2
+    assert "give --timeline or --trace" in done.stderr
 
 
 def test_simulate_takes_costs_of_each_chunk(pipeloom: Callable[..., Done], tmp_path: Path) -> None:

@@ -21,13 +21,17 @@ FLOORS = {
     "planning": 1,  # pure: it imports schedules alone; passes ask it where to cut
     "passes": 2,
     "runtime": 2,
+    "footprint": 2.5,
     "planner": 3,
+    "fleet": 3,
     "report": 3,
     "auto": 3.5,
     "api": 4,
+    "generation": 4,
     "proposals": 4,
     "local": 5,
     "training": 5,
+    "prompting": 5.5,
     "cli": 6,
 }
 

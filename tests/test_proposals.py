@@ -19,6 +19,7 @@ from pipeloom.local import compile_local
 from pipeloom.planning import simulate
 from pipeloom.planning.candidates import EVEN, chosen
 from pipeloom.planning.devices import Device, DeviceError, Link, device_named
+from pipeloom.planning.exchange import read_csv
 from pipeloom.report.figures import format_bytes
 from pipeloom.report.proposals import firsts, show_proposals
 from pipeloom.strategy import StrategyError
@@ -54,7 +55,7 @@ def proposals(**options: Any) -> Proposals:
 
 @pytest.fixture(scope="module")
 def found() -> Proposals:
-    return proposals()
+    return proposals(memory="1GB")
 
 
 def test_rows_are_plans_that_stand_on_their_own(found: Proposals) -> None:
@@ -73,11 +74,11 @@ def test_rows_are_plans_that_stand_on_their_own(found: Proposals) -> None:
 
 
 def test_the_best_is_the_fastest_that_fits(found: Proposals) -> None:
-    assert found.best is found.rows[0] is chosen(found.rows, math.inf)
+    assert found.best is found.rows[0] is chosen(found.rows, 1e9)
     assert found.best.makespan <= min(row.makespan for row in found.rows) * (1 + EVEN)
     assert f"the fastest of {len(found.rows)} plans that fit" in found.why
     assert "roofline of slow: a model, steps within a factor of" in found.costs
-    assert found.next_gib == "nothing: there is no limit"
+    assert found.next_gib == "nothing: every plan here fits already"
     assert found.timeline().title == f"predicted {found.best.name}"
     fastest = min(found.rows, key=lambda row: row.makespan)
     lean = chosen(found.rows, min(max(row.peak) for row in found.rows))
@@ -107,7 +108,7 @@ def test_json_holds_every_row(found: Proposals) -> None:
     data = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert data["chosen"] == 0
     assert len(data["rows"]) == len(found.rows)
-    assert data["memory_limit"] is None
+    assert data["memory_limit"] == 10**9
     for row in data["rows"]:
         assert len(row["peak_bytes"]) == 2
         assert row["above_bound"] >= -1e-9
@@ -126,7 +127,8 @@ def test_the_table_marks_the_chosen_one_and_what_does_not_fit(found: Proposals) 
     )
     text = file.getvalue()
     lines = [line for line in text.splitlines() if line.startswith(("▸", "✗", "  "))]
-    assert sum(line.startswith("✗") for line in lines) == sum(not row.fits(limit) for row in found.rows)
+    # once in the table of plans, once in that of peaks
+    assert sum(line.startswith("✗") for line in lines) == 2 * sum(not row.fits(limit) for row in found.rows)
     assert best is not None
     assert best.name in next(line for line in lines if line.startswith("▸"))
     assert "[red]x[/red]" in text, "notes are text, not markup"
@@ -153,6 +155,46 @@ def test_a_limit_is_kept_and_a_gib_more_is_priced(found: Proposals) -> None:
     assert none.to_json()["chosen"] is None
     with pytest.raises(ValueError, match="nothing fits"):
         none.timeline()
+
+
+def test_recompute_is_in_the_table_where_it_helps(found: Proposals) -> None:
+    """Of a limit that 1F1B exceeds: rows with chunks that are computed again, what that costs, and how to run it."""
+    assert all(row.candidate.recompute == () for row in found.rows)
+    options = {"ranks": 3, "chunks": (1,), "example": example(8)}
+    strategy = Strategy(recompute="all", schedule_mode="auto")
+    lean = next(row for row in proposals(**options, strategy=strategy).rows if row.name == "1F1B")
+    tight = proposals(**options, memory=int(max(lean.peak) * 1.1))
+    rows = [row for row in tight.rows if row.candidate.recompute]
+    assert rows
+    assert all(row.fits(tight.memory_limit) for row in rows)
+    plain = next(row for row in tight.rows if row.name == "1F1B" and not row.candidate.recompute)
+    assert not plain.fits(tight.memory_limit)
+    best = tight.best
+    assert best is not None
+    assert best.candidate.recompute
+    assert best.candidate.extra > 0
+    assert sum(best.candidate.costs.backward) > sum(plain.candidate.costs.backward)
+    assert tight.strategy is not None
+    assert (tight.strategy.recompute, tight.strategy.memory_limit) == ("auto", int(tight.memory_limit))
+    data = tight.to_json()
+    assert data["rows"][0]["recompute"] == list(best.candidate.recompute)
+    file = io.StringIO()
+    show_proposals(
+        tight.rows, best, tight.bound, tight.memory_limit, [], console=Console(width=80, file=file)
+    )
+    assert f"{len(best.candidate.recompute)}/3" in file.getvalue()
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+    never = proposals(**options, memory=int(max(lean.peak) * 1.1), strategy=Strategy(recompute="none"))
+    assert all(row.candidate.recompute == () for row in never.rows)
+
+
+def test_without_a_limit_plans_keep_to_what_1f1b_needs() -> None:
+    plain = proposals(chunks=(1,))
+    row = next(row for row in plain.rows if row.name == "1F1B")
+    assert plain.memory_limit == max(row.peak)
+    assert "what 1F1B on 1 chunk a stage needs: no limit was given" in plain.memory
+    assert plain.best is not None
+    assert max(plain.best.peak) <= plain.memory_limit
 
 
 def test_measured_here_for_a_model_without_weights() -> None:
@@ -245,6 +287,26 @@ def test_the_command_plans_a_training_run(run: Callable[..., tuple[int, str, str
     assert json.loads(data.read_text())["micro_batches"] == 4
     assert "predicted" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_the_command_writes_torch_s_csv(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """Or says why not: what a search by the clock finds best may cut a small model inside of a layer, so that values
+    skip a chunk."""
+    config, table = tmp_path / "run.toml", tmp_path / "plan.csv"
+    config.write_text(
+        "[model]\nwidth = 32\nheads = 2\nlayers = 2\nsequence = 16\n[train]\nbatch_size = 8\n"
+        '[strategy]\ncuts = ["layers.1"]\n'
+    )
+    options = f"--config {config} --ranks 2 --micro-batches 4 --budget 0.2s --device cpu --csv {table}"
+    code, out, err = run("plan", *options.split())
+    assert "▸" in out
+    if code:
+        assert code == 2
+        assert "neighbouring chunks only" in err
+        assert not table.exists()
+    else:
+        found = read_csv(table)
+        assert (found.stages, found.micro_batches) == (2, 4)
 
 
 @pytest.mark.parametrize(

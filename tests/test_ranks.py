@@ -42,6 +42,23 @@ def test_each_call_has_a_fresh_group_on_the_same_processes(ranks):
     assert [pid for _, pid in again] == [pid for _, pid in first]
 
 
+def spoil_the_next_group(rank: int, _size: int) -> None:
+    """As when a peer was gone before this rank's connections stood."""
+
+    def lost(*_args: object, **_options: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    if rank == 1:
+        torch.distributed.init_process_group = lost
+
+
+def test_a_rank_without_a_process_group_is_replaced(ranks):
+    ranks(spoil_the_next_group, 2)
+    kinds = [o.kind for o in ranks.outcomes(add_up, 2, 1, timeout=4)]
+    assert kinds[1] == "no group"
+    assert [total for total, _ in ranks(add_up, 2, 1)] == [3, 3]
+
+
 def test_an_exception_names_its_rank(ranks):
     with pytest.raises(AssertionError, match=r"rank 1: KeyError\n(.|\n)*lost"):
         ranks(raise_on_one, 2)
@@ -50,6 +67,7 @@ def test_an_exception_names_its_rank(ranks):
 def test_ranks_that_hang_or_die_are_replaced(ranks):
     hung = ranks.outcomes(hang_on_zero, 2, timeout=2)
     assert hung[0].kind == "hung"
+    assert "in hang_on_zero" in hung[0].error
     died = ranks.outcomes(die_on_one, 2, timeout=30)
     assert [o.kind for o in died] == ["", "died"]
     assert [total for total, _ in ranks(add_up, 2, 1)] == [3, 3]

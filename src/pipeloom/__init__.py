@@ -13,18 +13,20 @@ One example is the whole tour. On each rank of `torchrun --nproc-per-node 2 trai
 
 What `compile` does, and the room where each part lives:
 
-    strategy.py     the options, checked                                            Strategy
+    strategy/       the options, checked                                            Strategy
     program/        the model and its loss as one joint graph of ATen ops           capture → Program
     passes/         rewrites: random keys, chunk labels, gradient merge, the split
                     into F, B, W and X programs of each chunk                       register_pass
     schedules/      who computes what, in which order: 1F1B, VPP, ZBV, …            schedules.build
     planning/       costs, transfers placed and proven safe, the predicted step     Plan
-    planner.py      the one place where passes and planning meet
-    proposals.py    which plan to take, before any rank is started                  plan
+    planner.py      the one place where passes and planning meet; footprint.py: bytes that programs keep
+    proposals/      which plan to take, before any rank is started                  plan
     runtime/        one executor a rank: transports, gradients, update, checkpoints
+    fleet/          task nodes with credits: the second runtime, and graphs of one's own        TaskNode, Graph
     api.py          compile, and the Pipeline that it returns                       compile, Pipeline
     report/         console, Perfetto trace, the timeline page
-    training/       the GPT that `pipeloom train` trains; cli.py has the commands
+    generation/     text from a model that is cut by stages, many prompts at once   generation.compile
+    training/       the GPT that `pipeloom train` trains; prompting/: `pipeloom generate`; cli.py has the commands
 
 `pipe.plan.show()` prints the order that was chosen; `pipe.plan.predicted` and `pipe.measured` say what a step was
 thought to cost and what it did. Nothing imports upwards: schedules and planning know no torch, and names here
@@ -37,12 +39,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import schedules
+    from . import fleet, generation, schedules
     from .api import Pipeline, compile
     from .passes import Pass, register_pass
     from .planning import Plan, PlanError
     from .program import Program, capture
+    from .program.deferred import deferred
     from .proposals import Proposals, plan
+    from .runtime.initial import Weights
     from .strategy import Strategy, StrategyError
 
 __all__ = [
@@ -54,8 +58,12 @@ __all__ = [
     "Proposals",
     "Strategy",
     "StrategyError",
+    "Weights",
     "capture",
     "compile",
+    "deferred",
+    "fleet",
+    "generation",
     "plan",
     "register_pass",
     "schedules",
@@ -73,14 +81,16 @@ _ROOMS = {
     "StrategyError": "strategy",
     "capture": "program",
     "compile": "api",
+    "deferred": "program.deferred",
+    "Weights": "runtime.initial",
     "plan": "proposals",
     "register_pass": "passes",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "schedules":
-        return importlib.import_module(".schedules", __name__)
+    if name in ("fleet", "generation", "schedules"):
+        return importlib.import_module(f".{name}", __name__)
     if name not in _ROOMS:
         raise AttributeError(f"module 'pipeloom' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(f".{_ROOMS[name]}", __name__), name)

@@ -2,6 +2,8 @@
 
     pipeloom train       start a training run on this machine, or join one under torchrun
     pipeloom plan        which pipeline a run should use, before it is started
+    pipeloom generate    text from a trained model, through a pipeline
+    pipeloom fetch       a small model to try it with
     pipeloom simulate    what a schedule would cost, without torch
     pipeloom schedules   the schedules by name, drawn
 
@@ -16,7 +18,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
@@ -38,7 +40,7 @@ _OPTIONS: Final[dict[str, str]] = {
     "memory_limit": "--memory",
     "budget": "--budget",
 }
-_SHAPE, _RUN, _MODEL = "Pipeline", "Training", "Model"
+_SHAPE, _RUN, _MODEL, _TEXT = "Pipeline", "Training", "Model", "Text"
 
 
 def _show_version(wanted: bool) -> None:
@@ -53,7 +55,7 @@ def _all(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Pipeline-parallel training for PyTorch: compile a model into jobs, order them, run them on real ranks."""
+    """Pipeline-parallel training and generation for PyTorch: compile a model, cut it, run it on real ranks."""
     del version
 
 
@@ -61,7 +63,7 @@ def _all(
 def train(
     config: Annotated[
         Path | None,
-        typer.Option(help="A TOML file with [train], [model], [strategy]; options go before it."),
+        typer.Option(help="A TOML file with the tables train, model and strategy; options go before it."),
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="A run folder: go on from its latest checkpoint.")
@@ -193,6 +195,10 @@ def plan(
     ] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write the chosen plan's page there.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write its trace for ui.perfetto.dev there.")] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", help="Write it there for torch.distributed.pipelining (compute_comms)."),
+    ] = None,
 ) -> None:
     """Which pipeline a run should use, before it is started: every schedule's step, bubbles, memory and traffic.
 
@@ -213,7 +219,9 @@ def plan(
     if found.best is None:
         raise typer.Exit(1)
     if timeline is not None or trace is not None:
-        _write_pictures(found.timeline(), timeline, trace)
+        _write_pictures([found.timeline()], timeline, trace)
+    if csv_file is not None:  # last: not every plan can have one
+        _write_csv(csv_file, found.best.plan.to_csv())
 
 
 @app.command()
@@ -223,7 +231,10 @@ def simulate(
     chunks: Annotated[
         int | None, typer.Option(help="Chunks a stage, V; default: 1, and for auto the best of 1 to 4.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="See `pipeloom schedules`; or auto, a search.")] = "1F1B",
+    schedule: Annotated[
+        str,
+        typer.Option(help="See `pipeloom schedules`; or auto, a search; or a CSV file as --csv writes it."),
+    ] = "1F1B",
     split_backward: Annotated[bool | None, typer.Option(help="Run backwards as two jobs.")] = None,
     costs: Annotated[
         str | None, typer.Option(help="F,B,W of a stage, in any unit; a chunk costs its share of them.")
@@ -245,6 +256,10 @@ def simulate(
     ] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write the step as an HTML page there.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev there.")] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(help="Another schedule, for the same costs, below it in the page and the trace."),
+    ] = None,
     csv_file: Annotated[
         Path | None,
         typer.Option("--csv", help="Write the plan there for torch.distributed.pipelining (compute_comms)."),
@@ -262,6 +277,8 @@ def simulate(
         numbers = trials.numbers_of(costs_file, stages, comm)
     else:
         numbers = trials.numbers(costs or "1,1,1", comm)
+    if beside is not None and timeline is None and trace is None:
+        raise ValueError("--beside draws a second schedule: give --timeline or --trace, where to draw it")
     tried = trials.trial(
         schedule,
         numbers,
@@ -272,13 +289,22 @@ def simulate(
         memory=memory,
         budget=budget,
     )
+    others = []
+    if beside is not None:
+        name, _, number = beside.partition(":")
+        if number and not number.isdecimal():
+            raise ValueError(f"--beside {beside}: write a schedule's name and its chunks a stage, like ZBV:2")
+        turns = int(number) if number else None
+        others.append(
+            trials.trial(name, numbers, stages, micro_batches, chunks=turns, memory=memory, budget=budget)
+        )
     made, result, bound = tried.schedule, tried.simulation, tried.bound
     if csv_file is not None:
         lowered = planning.lower(made, schedules.chain_edges(made.total_chunks), result.costs)
-        with _writing("--csv", csv_file):
-            csv_file.write_text(to_csv(lowered), encoding="utf-8")
+        _write_csv(csv_file, to_csv(lowered))
     if timeline is not None or trace is not None:
-        _write_pictures(result.timeline(f"predicted {made.name}"), timeline, trace)
+        drawn = [t.simulation.timeline(f"predicted {t.schedule.name}") for t in (tried, *others)]
+        _write_pictures(drawn, timeline, trace)
     if json_file is not None and _write_json(json_file, planning.simulation_json(made, result, bound)):
         return
     typer.echo(schedules.draw(made, columns=28))
@@ -289,6 +315,89 @@ def simulate(
     typer.echo(f"peak a stage   {' '.join(f'{peak:.4g}' for peak in result.peak)}")
     for name, text in tried.notes:
         typer.echo(f"{name:<15}{text}")
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Option(help="A run folder of `pipeloom train`, a folder of transformers, or smollm2.")
+    ],
+    prompt: Annotated[list[str] | None, typer.Option(help="A text to go on from; may be repeated.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of them: one a line, or JSON lines with limits of their own.")
+    ] = None,
+    stages: Annotated[int, typer.Option(help="Stages, one rank each.", rich_help_panel=_SHAPE)] = 1,
+    batch: Annotated[
+        int, typer.Option(help="Prompts that go together as one batch.", rich_help_panel=_SHAPE)
+    ] = 1,
+    in_flight: Annotated[
+        int | None, typer.Option(help="Batches under way; default: two a stage.", rich_help_panel=_SHAPE)
+    ] = None,
+    refill: Annotated[
+        str, typer.Option(help="continuous, or batch: wait for all in flight.", rich_help_panel=_SHAPE)
+    ] = "continuous",
+    max_new_tokens: Annotated[int, typer.Option(help="Of each prompt.", rich_help_panel=_TEXT)] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token.", rich_help_panel=_TEXT)] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw among so many.", rich_help_panel=_TEXT)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among those of this probability.", rich_help_panel=_TEXT)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: repeat less.", rich_help_panel=_TEXT)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Of the draws; prompt i takes seed + i.", rich_help_panel=_TEXT)
+    ] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends it; may be repeated.", rich_help_panel=_TEXT)
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is what a user says.", rich_help_panel=_TEXT)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON a prompt.")] = False,
+) -> None:
+    """Go on from prompts with a model that is spread over ranks of this machine.
+
+    Text goes to standard output as it comes, figures to standard error. Ctrl-C ends all texts where they are.
+    """
+    from .prompting.launch import launch
+    from .prompting.order import Order, read_prompts
+
+    given = [{"prompt": text} for text in prompt or []]
+    if prompts is not None:
+        given += read_prompts(prompts)
+    limits = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop,
+    }
+    order = Order(
+        model=model,
+        prompts=tuple(given),
+        limits={name: value for name, value in limits.items() if value is not None},
+        stages=stages,
+        batch=batch,
+        in_flight=in_flight,
+        refill=refill,
+        chat=chat,
+        json=as_json,
+    )
+    raise typer.Exit(launch(order))
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, about 100 MB.")]) -> None:
+    """Get a model to try `pipeloom generate` with, once; it is kept in the user's cache."""
+    from .generation.smollm2 import fetch as fetch_smollm2
+    from .prompting.order import SMOLLM2
+
+    if name != SMOLLM2:
+        raise ValueError(f"there is no model {name!r} to fetch; there is {SMOLLM2}")
+    fetch_smollm2(typer.echo)
 
 
 @app.command("schedules")
@@ -317,16 +426,21 @@ def _write_json(path: Path, data: dict[str, Any]) -> bool:
     return False
 
 
-def _write_pictures(timeline: Timeline, page: Path | None, trace: Path | None) -> None:
+def _write_csv(path: Path, text: str) -> None:
+    with _writing("--csv", path):
+        path.write_text(text, encoding="utf-8")
+
+
+def _write_pictures(timelines: Sequence[Timeline], page: Path | None, trace: Path | None) -> None:
     from .report.timeline import write_timeline
     from .report.trace import write_trace
 
     if page is not None:
         with _writing("--timeline", page):
-            write_timeline(page, [timeline], title=timeline.title)
+            write_timeline(page, timelines, title=", ".join(t.title for t in timelines))
     if trace is not None:
         with _writing("--trace", trace):
-            write_trace(trace, [timeline])
+            write_trace(trace, timelines)
 
 
 @contextlib.contextmanager
@@ -360,3 +474,7 @@ def _fail(message: str) -> NoReturn:
     if message:
         typer.echo(f"error: {' '.join(message.split())}{hint}", err=True)
     sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,15 @@
 """The planner: a model, its loss and a Strategy become sub-programs and a Plan.
 
-The one place where passes and planning meet. A Planner captures once for each shape of micro-batch (static capture
-is faster than
-symbolic and has no trouble with sizes 0 and 1), applies the passes that the strategy asks for, and makes and keeps
-one plan for
-each division of a batch. It holds no weights and no process group: what a rank runs is `api`'s business.
+The one place where passes and planning meet. A Planner captures once for each shape of micro-batch (static capture is
+faster than symbolic and has no trouble with sizes 0 and 1), applies the passes that the strategy asks for, and makes
+and keeps one plan for each division of a batch. It holds no weights and no process group: what a rank runs is `api`'s
+business.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .footprint import held_bytes, sent_bytes
 from .passes import Pass, apply_passes, build_pass, split_programs
 from .passes.anchors import CutPoints
 from .passes.label_chunks import LabelChunks
@@ -30,12 +31,11 @@ from .program.batch import BatchForm, shape_key
 from .program.capture import LossFunction, capture_leaves
 from .program.ir import Program
 from .program.subprogram import ProgramSet, SubProgram
-from .runtime.layout import Wire
 from .schedules import build
 from .schedules.catalogue import forward_only
-from .schedules.jobs import Direction, Edge, Kind
+from .schedules.jobs import Edge, Kind
 from .schedules.schedule import Schedule, linear, loop
-from .strategy import AUTO, Strategy
+from .strategy import ALL, AUTO, NONE, Strategy
 
 #: captures kept for each of training and evaluation: the whole batch, the last partial one, and room for other lengths
 CAPTURES = 16
@@ -56,17 +56,19 @@ class Captured:
 @dataclass
 class Measured:
     """Seconds of sub-programs by structure, as timed on the ranks; `ratio[kind]` scales the roofline for shapes
-    not timed."""
+    not timed. reduce[chunk]: of the sum of its gradients over replicas."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     ratio: dict[str, float] = field(default_factory=dict)
+    reduce: dict[int, float] = field(default_factory=dict)
 
 
 class Planner:
     """Captures, cuts and plans one model under one strategy.
 
     device: where the programs will run. roofline: what they cost where nothing has been measured, and what links
-    cost. Raises what capture, passes, schedules and planning raise; each names its part.
+    cost. replicas: pipelines that share the batch. Raises what capture, passes, schedules and planning raise; each
+    names its part.
     """
 
     def __init__(
@@ -76,15 +78,19 @@ class Planner:
         strategy: Strategy,
         device: torch.device,
         roofline: Roofline = UNKNOWN,
+        replicas: int = 1,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
         self.strategy = strategy
         self.device = device
         self.roofline = roofline
+        self.replicas = replicas
         self.measured = Measured()
         self.points: CutPoints | None = None
         self.choice: Choice | None = None
+        #: chunks that are computed again in the backward where that is the planner's business
+        self.recompute: tuple[int, ...] = ()
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
         #: with their sub-programs, which the keys name by identity
         self._plans: OrderedDict[Any, tuple[tuple[ProgramSet, ...], Plan]] = OrderedDict()
@@ -126,7 +132,7 @@ class Planner:
 
     def _first_passes(self, program: Program) -> list[Pass]:
         """What comes before labels."""
-        passes: list[Pass] = [build_pass("random_keys"), build_pass("drop_clones")]
+        passes: list[Pass] = [build_pass(name) for name in ("random_keys", "batch_means", "drop_clones")]
         if program.training and self.strategy.split_backward:
             passes.append(build_pass("split_fused_grads"))
         if program.training:
@@ -145,14 +151,34 @@ class Planner:
         self.points = self.points or label.points
         return programs
 
-    def split(self, program: Program, label: LabelChunks) -> ProgramSet:
-        """The sub-programs of a `prepared` program under these labels."""
+    def split(
+        self, program: Program, label: LabelChunks, recompute: Sequence[int] | None = None
+    ) -> ProgramSet:
+        """The sub-programs of a `prepared` program under these labels. recompute: the chunks that are computed again,
+        unless the strategy names some; None: those that were chosen."""
         passes: list[Pass] = [label]
         if program.training:
-            passes.append(build_pass("recompute"))
+            passes.append(self._recompute(label.chunks, self.recompute if recompute is None else recompute))
         passes += [build_pass(name) for name in self.strategy.passes]
         apply_passes(program, passes)
         return split_programs(program, split_backward=self.strategy.split_backward)
+
+    def _recompute(self, chunks: int, chosen: Sequence[int]) -> Pass:
+        wanted = self.strategy.recompute
+        if wanted in (None, NONE, AUTO):
+            return build_pass("recompute", chunks=chosen)
+        if wanted == ALL:
+            return build_pass("recompute", chunks=range(chunks))
+        assert wanted is not None
+        named = isinstance(wanted, str) or isinstance(wanted[0], str)
+        return build_pass("recompute", **{"modules" if named else "chunks": wanted})
+
+    def recomputes(self, chunks: Sequence[int]) -> None:
+        """Takes what was chosen to be computed again. Programs of other choices are cut anew."""
+        if self.recompute != tuple(chunks):
+            self.recompute = tuple(chunks)
+            self._captured.clear()
+            self._plans.clear()
 
     # ---- plans
 
@@ -213,8 +239,9 @@ class Planner:
         return self.strategy.own_placement if self.strategy.has_own_schedule else self.schedule(1).placement
 
     def choose(self, choice: Choice) -> None:
-        """Takes what the search chose; before the first capture."""
+        """Takes what the search chose: placement and cuts before the first capture."""
         self.choice = choice
+        self.recomputes(choice.recompute)
 
     def plan(self, sets: Sequence[ProgramSet], *, training: bool, persistent: Sequence[int] = ()) -> Plan:
         """The plan for micro-batches with these sub-programs, in order. persistent[stage]: bytes that are always
@@ -223,7 +250,7 @@ class Planner:
         if key not in self._plans:
             costs = self.costs(sets[0], persistent, self.placement)
             if training:
-                schedule = self.schedule(len(sets), self._typical(costs))
+                schedule = self.schedule(len(sets), self.typical(costs))
             else:
                 schedule = forward_only(self.placement, len(sets))
             updating = {p.chunk for s in sets for p in s.programs.values() if p.buffers}
@@ -273,7 +300,18 @@ class Planner:
             sent=sent_bytes(programs),
             persistent=tuple(float(r) for r in resident),
             update=max(resident) / self.roofline.bytes_per_second,
+            reduce=tuple(self._reduction(programs, c) for c in chunks),
         )
+
+    def _reduction(self, programs: ProgramSet, chunk: int) -> float:
+        """Seconds of the sum of a chunk's gradients over replicas: measured, or of a ring."""
+        if self.replicas == 1:
+            return 0.0
+        if chunk in self.measured.reduce:
+            return self.measured.reduce[chunk]
+        size = sum(s.dtype.itemsize * math.prod(s.shape) for s in programs.slots if s.chunk == chunk)
+        hops, link = 2 * (self.replicas - 1), self.roofline.near
+        return hops * (link.latency + size / self.replicas / link.bandwidth) if size else 0.0
 
     def _seconds(self, program: SubProgram | None) -> float:
         if program is None or program.empty:
@@ -284,7 +322,7 @@ class Planner:
         modelled = self.roofline.seconds(program.flops, program.moved)
         return modelled * self.measured.ratio.get(program.kind, 1.0)
 
-    def _typical(self, costs: Costs) -> tuple[float, float, float, float]:
+    def typical(self, costs: Costs) -> tuple[float, float, float, float]:
         """(F, B, W, transfer) of a typical chunk, by which a schedule places its W's."""
         f, b, w = (sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w))
         return (f, b, w, self.roofline.near.latency) if f + b + w else (1.0, 1.0, 1.0, 0.0)
@@ -304,70 +342,6 @@ def placement_name(placement: Sequence[int], stages: int) -> str:
     if list(placement) == linear(stages):
         return "linear"
     return "loop" if list(placement) == loop(stages, len(placement) // stages) else "v"
-
-
-def held_bytes(
-    programs: ProgramSet, chunk: int, placement: Sequence[int] | None = None
-) -> tuple[int, int, int]:
-    """Bytes that one micro-batch keeps in a chunk: from F until B, from F until W, and from B until W. A value from
-    another stage has memory of its own, where the sender's may share it with others."""
-    received = {
-        name
-        for (_, source, target), names in programs.messages.items()
-        if target == chunk and (placement is None or placement[source] != placement[target])
-        for name in names
-    }
-
-    def size_of(names: set[str]) -> int:
-        own = sum(Wire.of(programs.values[name]).span_bytes for name in names & received)
-        return own + _bytes(programs, names - received)
-
-    def reads(kind: Kind) -> set[str]:
-        program = programs.programs.get((kind, chunk))
-        return set() if program is None else {i.name for i in program.inputs if i.kind == "value"}
-
-    backward = {
-        name
-        for (d, _, target), names in programs.messages.items()
-        if d == "B" and target == chunk
-        for name in names
-    }
-    made = programs.programs.get(("B", chunk))
-    between = reads("W") & set(made.outputs if made else ())
-    if made is None:
-        return size_of(reads("X") - backward), 0, 0
-    until_w = reads("W") - between - backward
-    until_b = reads("B") - until_w - backward
-    return (
-        size_of(until_b),
-        size_of(until_w),
-        size_of(between | (reads("W") & backward)),
-    )
-
-
-def sent_bytes(programs: ProgramSet) -> dict[tuple[Direction, int, int], float]:
-    """Bytes of each edge's message that its sender doesn't keep for its own later jobs: memory that no later job reads,
-    and copies of values with gaps."""
-    kept: dict[int, set[int]] = {}
-    for (kind, chunk), program in programs.programs.items():
-        if kind != "F":
-            reads = {programs.values[i.name].storage for i in program.inputs if i.kind == "value"}
-            kept.setdefault(chunk, set()).update(reads)
-    sent = {}
-    for edge, names in programs.messages.items():
-        wires = {name: Wire.of(programs.values[name]) for name in names}
-        copied = {name for name, wire in wires.items() if wire.gathered is not None}
-        alone = {n for n in names if programs.values[n].storage not in kept.get(edge[1], ())} - copied
-        sent[edge] = float(sum(wires[name].nbytes for name in copied) + _bytes(programs, alone))
-    return sent
-
-
-def _bytes(programs: ProgramSet, names: set[str]) -> int:
-    storages: dict[int, int] = {}
-    for name in names:
-        value = programs.values[name]
-        storages[value.storage] = max(storages.get(value.storage, 0), value.nbytes)
-    return sum(storages.values())
 
 
 def _edges(sets: Sequence[ProgramSet]) -> list[Edge]:

@@ -11,7 +11,15 @@ from pipeloom.passes import Pass, apply_passes, base, build_pass, register_pass,
 from pipeloom.program.capture import capture
 from pipeloom.program.ir import Program, ProgramError
 
-BUILT_IN = ["drop_clones", "gradient_merge", "label_chunks", "random_keys", "recompute", "split_fused_grads"]
+BUILT_IN = [
+    "batch_means",
+    "drop_clones",
+    "gradient_merge",
+    "label_chunks",
+    "random_keys",
+    "recompute",
+    "split_fused_grads",
+]
 
 
 @pytest.fixture(autouse=True)

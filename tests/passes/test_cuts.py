@@ -18,7 +18,7 @@ from pipeloom.passes.cuts import (
     replicated,
 )
 from pipeloom.passes.pieces import crossing_bytes, pieces_of
-from pipeloom.program import compat
+from pipeloom.program.annotations import module_of
 from pipeloom.program.ir import Program, ProgramError
 
 
@@ -28,7 +28,7 @@ def modules_at(program: Program, chunks: int, cuts: object) -> list[str]:
     order = forward_order(program, free)
     positions = choose_cuts(program, chunks, cuts, free)  # type: ignore[arg-type]
     assert positions == sorted(set(positions))
-    return [compat.module_of(order[p]) for p in positions]
+    return [module_of(order[p]) for p in positions]
 
 
 def test_names_begin_chunks() -> None:
@@ -133,7 +133,7 @@ def test_automatic_cuts_balance_the_cost() -> None:
     (position,) = choose_cuts(program, 2, None, free)
     best = min(max(sum(costs[:p]), sum(costs[p:])) for p in range(1, len(order)))
     assert max(sum(costs[:position]), sum(costs[position:])) <= best * 1.1
-    assert compat.module_of(order[position]) == "1"
+    assert module_of(order[position]) == "1"
 
 
 def test_among_equals_the_fewest_bytes_cross() -> None:
@@ -155,8 +155,8 @@ def test_bytes_over_a_cut_count_skips() -> None:
     bytes_at = crossing_bytes(order)
     assert bytes_at[0] == bytes_at[len(order)] == 0
     skip = 4 * 4 * 6 * 6 * 8  # (4, 4, 6, 6) in float64: the first layer's output, until it is read again
-    middle = next(i for i, n in enumerate(order) if compat.module_of(n) == "middle")
-    last = next(i for i, n in enumerate(order) if compat.module_of(n) == "last")
+    middle = next(i for i, n in enumerate(order) if module_of(n) == "middle")
+    last = next(i for i, n in enumerate(order) if module_of(n) == "last")
     assert all(b >= skip for b in bytes_at[middle : last - 1])
 
 
@@ -189,6 +189,6 @@ def test_batch_statistics_stay_in_one_chunk() -> None:
     homes: dict[str, set[int]] = {}
     for i, node in enumerate(order):
         if "batch_norm" in str(node.target) or "num_batches" in str(node.all_input_nodes):
-            homes.setdefault(compat.module_of(node), set()).add(sum(p <= i for p in positions))
+            homes.setdefault(module_of(node), set()).add(sum(p <= i for p in positions))
     assert homes
     assert all(len(chunks) == 1 for chunks in homes.values())

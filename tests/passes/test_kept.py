@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oracle import cut, prepared
-from pipeloom.program.compat import flops_of
+from pipeloom.program.flops import flops_of
 from pipeloom.program.subprogram import ProgramSet
 
 

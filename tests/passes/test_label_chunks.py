@@ -9,7 +9,7 @@ from models import build
 from oracle import capture_case, prepared
 from pipeloom.passes import apply_passes, build_pass
 from pipeloom.passes.cuts import replicated
-from pipeloom.program import compat
+from pipeloom.program.annotations import module_of
 from pipeloom.program.ir import CHUNK, ROLE, OpRole, Program, ProgramError, is_getitem
 
 
@@ -24,7 +24,7 @@ def chunks_of(program: Program, module: str, role: OpRole = OpRole.FORWARD) -> s
         for n in program.ops()
         if CHUNK in n.meta
         and n.meta[ROLE] == role
-        and (compat.module_of(n) == module or compat.module_of(n).startswith(module + "."))
+        and (module_of(n) == module or module_of(n).startswith(module + "."))
     }
 
 

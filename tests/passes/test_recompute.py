@@ -14,6 +14,7 @@ from oracle import Reference, capture_case, cut, eager, leaves_of, prepared, run
 from pipeloom.passes import build_pass
 from pipeloom.passes.random_keys import key_of
 from pipeloom.program import compat
+from pipeloom.program.annotations import checkpoint_region
 from pipeloom.program.subprogram import ProgramSet
 
 KEY = key_of(2, 3, 1)
@@ -78,7 +79,7 @@ def test_a_model_without_checkpoint_is_left_alone() -> None:
 
 def test_each_region_is_marked_and_each_op_run_at_most_twice() -> None:
     program = capture_case(build("gpt_checkpoint"))
-    regions = {compat.checkpoint_region(n) for n in program.ops() if not compat.is_backward(n)}
+    regions = {checkpoint_region(n) for n in program.ops() if not compat.is_backward(n)}
     assert None in regions
     assert len(regions) == 3  # one a layer
     activations = [n for n in program.ops() if n.target is torch.ops.aten.gelu.default]

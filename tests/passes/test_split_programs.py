@@ -11,6 +11,7 @@ from torch import nn
 
 from models import CASES, Case, build, squares
 from oracle import Reference, capture_case, cut, eager, leaves_of, prepared, run_programs, worst_error
+from pipeloom.footprint import held_bytes
 from pipeloom.passes import apply_passes, build_pass, split_programs
 from pipeloom.passes.cuts import replicated
 from pipeloom.passes.extract import sinkable
@@ -193,6 +194,26 @@ def test_a_turned_weight_that_is_used_in_two_chunks_has_two_slots() -> None:
     programs = programs_of("shared_view", 4)
     assert {(s.index, s.chunk) for s in programs.slots if s.parameter == "weight"} == {(0, 3), (1, 0)}
     assert all(programs.values[n].shape != (8, 8) for names in programs.messages.values() for n in names)
+
+
+class Thirds(nn.Module):
+    """Its backward needs two of three parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.last = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, _ = self.parts(x).chunk(3, -1)
+        return self.last(a * b)
+
+
+def test_a_part_keeps_the_whole_tensor_alive() -> None:
+    x = torch.randn(4, 8)
+    programs = cut(capture_case(Case(Thirds(), squares, x, torch.randn(4, 8)).double()), 4)
+    crossing = [programs.values[name] for name in programs.messages["F", 0, 1]]
+    assert [(v.nbytes, v.storage_bytes) for v in crossing] == [(256, 768)] * 2
+    assert held_bytes(programs, 1, [0, 0, 1, 1]) == (768, 0, 0), "the parts were made on the same rank"
 
 
 def test_the_first_chunk_has_no_input_gradient() -> None:

@@ -26,6 +26,21 @@ def test_a_known_workspace_of_b_has_in_it_what_b_frees() -> None:
     assert level.after.tolist() == [6, 7, 0]
 
 
+def test_what_was_handed_over_is_there_while_its_reader_begins() -> None:
+    """Both chunks on one stage: F0 makes 8 and hands over 5 that nothing keeps. F1 begins beside them, needs 4 more at
+    its worst moment, and keeps 3; with a workspace that isn't known it is taken to free what it was handed first."""
+
+    def during(**options: Any) -> list[float]:
+        sent: Any = {("F", 0, 1): 5.0}
+        costs = Costs((1.0,) * 2, (1.0,) * 2, (0.0,) * 2, held_forward=(0, 3), sent=sent, **options)
+        schedule = Schedule.from_jobs("mine", [0, 0], 1, [["F0.0", "F1.0", "X1.0", "X0.0"]])
+        coding = lower(schedule, chain_edges(2), costs).coding
+        return levels(schedule.codes, coding, 0, costs).during.tolist()[:2]
+
+    assert during(workspace={"F": (8, 4)}) == [8, 9]
+    assert during() == [5, 8]
+
+
 def sent_costs(chunks: int) -> Costs:
     edges = chain_edges(chunks)
     sent: Any = {edge[:3]: 10.0 ** (number % 5) for number, edge in enumerate(edges)}

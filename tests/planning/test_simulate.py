@@ -178,6 +178,8 @@ def test_reductions_start_after_the_last_w_of_their_chunk():
     simulation = simulate(schedule, costs)
     assert simulation.end[0] == [1, 2, 4, 6]
     assert simulation.others == [
+        Span(0, "reduce", 1, -1, 4, 7),
+        Span(0, "reduce", 0, -1, 7, 8),
         Span(0, "wait", -1, -1, 6, 8),
         Span(0, "finalize", -1, -1, 8, 8.5),
         Span(0, "update", -1, -1, 8.5, 8.75),

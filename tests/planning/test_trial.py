@@ -96,3 +96,17 @@ def test_what_auto_refuses() -> None:
         trial("auto", numbers(), 2, 4, memory="0.1", budget=0.1)
     with pytest.raises(ValueError, match="stages and micro_batches must be at least 1"):
         trial("auto", numbers(), 0, 4, budget=0.1)
+
+
+def test_a_file_is_run_as_it_is_and_an_unsafe_one_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    found = trial(str(file), numbers(), 2, 2)
+    assert found.schedule.name == "own"
+    assert found.simulation.makespan == trial("1F1B", numbers(), 2, 2).simulation.makespan
+    file.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(ValueError, match=r"own\.csv: .*F1\.1"):
+        trial(str(file), numbers(), 2, 2)
+    file.write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(ValueError, match=r"own\.csv: missing: B0\.1 on stage 0"):
+        trial(str(file), numbers(), 2, 2)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from models import WIDTH, WORDS, Auxiliary, Chain, NormChain, TiedEnds, build, cross_entropy, squares, summed
 from pipeloom.program import compat
+from pipeloom.program.annotations import module_of
 from pipeloom.program.capture import CaptureError, capture
 from pipeloom.program.ir import CHUNK, ROLE, OpRole
 
@@ -193,7 +194,7 @@ def test_every_op_has_a_role_and_its_module() -> None:
     program = capture(case.model, case.loss_fn, example=case.example)
     assert {n.meta[ROLE] for n in program.ops()} == {OpRole.FORWARD, OpRole.BACKWARD}
     products = [n for n in program.ops() if n.target is torch.ops.aten.addmm.default]
-    assert [compat.module_of(n) for n in products] == [f"layers.{i}" for i in range(4)]
+    assert [module_of(n) for n in products] == [f"layers.{i}" for i in range(4)]
 
 
 def test_a_program_prints_one_op_a_line() -> None:

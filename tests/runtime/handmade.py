@@ -96,7 +96,9 @@ class _Author:
         shape = (self.rows, self.model.width) if shape is None else shape
         example = torch.empty(shape, dtype=dtype)
         number = len(self.values)
-        self.values[name] = ValueInfo(name, shape, example.stride(), dtype, number, example.nbytes)
+        self.values[name] = ValueInfo(
+            name, shape, example.stride(), dtype, number, example.nbytes, example.nbytes
+        )
         return name
 
     def chunk(self, c, last):
@@ -293,7 +295,17 @@ class Fleet:
         return found
 
 
-def fleet(placement, rows, split=False, optimizer=None, scaler=None, max_norm=None, average=True, **options):
+def fleet(
+    placement,
+    rows,
+    split=False,
+    optimizer=None,
+    scaler=None,
+    max_norm=None,
+    average=True,
+    scheduler=None,
+    **options,
+):
     """Executors of all stages of a Chain of len(placement) chunks in one process."""
     stages = max(placement) + 1
     transports = MemoryTransport.group(stages)
@@ -306,7 +318,8 @@ def fleet(placement, rows, split=False, optimizer=None, scaler=None, max_norm=No
         store = ParameterStore(model, program_sets[0], placement, stage)
         trainable = [p for _, p in store.trainable()]
         made = optimizer(trainable) if optimizer is not None and trainable else None
-        updater = Updater(store, transports[stage], made, None, scaler and scaler(), max_norm)
+        rate = scheduler(made) if scheduler is not None and made is not None else None
+        updater = Updater(store, transports[stage], made, rate, scaler and scaler(), max_norm)
         executors.append(
             Executor(
                 stage,

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.launch import join
+from pipeloom.runtime.replicas import Alone
 from pipeloom.runtime.update import LossScaler
 
 ROWS = [3, 3, 2]
@@ -31,6 +32,7 @@ class Stages(list):
                 store=store,
                 updater=updater,
                 transport=updater.transport,
+                replicas=Alone(),
                 steps=steps,
                 strategy=SimpleNamespace(seed=5),
             )
@@ -39,11 +41,12 @@ class Stages(list):
 
 
 def make(placement, optimizer="adamw", **options):
-    options = {"skip": True, "tied": True, "counted": True} | options
-    ranks = fleet(placement, ROWS, True, OPTIMIZERS[optimizer], LossScaler, max_norm=0.5, **options)
-    for updater in ranks.updaters:
-        updater.scheduler = torch.optim.lr_scheduler.ExponentialLR(updater.optimizer, 0.9)
-    return ranks
+    options = {"skip": True, "tied": True, "counted": True, "scheduler": slower} | options
+    return fleet(placement, ROWS, True, OPTIMIZERS[optimizer], LossScaler, max_norm=0.5, **options)
+
+
+def slower(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def weights(ranks):
@@ -114,9 +117,8 @@ def test_a_folder_appears_whole_and_is_replaced(tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
-    ranks = make((0, 1, 1, 0))
-    checkpoint.save(Stages(ranks, steps=1), tmp_path / "saved")
-    ranks.updaters[0].scheduler = SimpleNamespace(state_dict=lambda: {"rule": object()})
+    checkpoint.save(Stages(make((0, 1, 1, 0)), steps=1), tmp_path / "saved")
+    ranks = make((0, 1, 1, 0), scheduler=lambda _: SimpleNamespace(state_dict=lambda: {"rule": object()}))
     with pytest.raises(ValueError, match="the scheduler's state can't be saved: object is not JSON"):
         checkpoint.save(Stages(ranks, steps=2), tmp_path / "saved")
     stages = Stages(make((0, 1, 1, 0)))
@@ -172,6 +174,7 @@ def save_on_ranks(rank, size, folder):
         store=executor._store,
         updater=executor._updater,
         transport=place.transport,
+        replicas=place.replicas,
         steps=1,
         strategy=SimpleNamespace(seed=0),
     )

@@ -199,7 +199,7 @@ def misfit(_rank, size):
 
 def mesh_misfit(_rank, size):
     told = []
-    for shape, names in [((size,), ("dp",)), ((2, size // 2), ("dp", "pp")), ((size,), ("pp",))]:
+    for shape, names in [((size,), ("dp",)), ((2, size // 2), ("tp", "pp")), ((size,), ("pp",))]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         try:
             place = join(mesh.size(len(shape) - 1) if names != ("pp",) else 4, mesh=mesh)
@@ -211,10 +211,10 @@ def mesh_misfit(_rank, size):
     return told
 
 
-def test_a_mesh_must_be_a_pipeline_and_nothing_else(ranks):
+def test_a_mesh_must_be_a_pipeline_and_its_replicas(ranks):
     unnamed, others, size, gathered = ranks(mesh_misfit, 2)[0]
     assert "one of them must be named" in unnamed
-    assert "further dimensions ({'dp': 2})" in others
+    assert "further dimensions ({'tp': 2}): a pipeline takes" in others
     assert size == 'pp_degree is 4, but dimension "pp" of the mesh has 2 ranks'
     assert gathered == [1]
 
@@ -222,7 +222,7 @@ def test_a_mesh_must_be_a_pipeline_and_nothing_else(ranks):
 def test_a_world_of_another_size_is_refused(ranks):
     text = (
         "pp_degree is 3, but 2 ranks were started: start 3, or pass a DeviceMesh that names its pipeline "
-        'dimension "pp"'
+        'dimension "pp" (and, for replicas of the pipeline, one "dp")'
     )
     assert ranks(misfit, 2) == [text] * 2
 

@@ -10,7 +10,15 @@ from pipeloom.runtime.layout import Wire
 
 
 def info(tensor):
-    return ValueInfo("v", tuple(tensor.shape), tensor.stride(), tensor.dtype, 0, tensor.nbytes)
+    return ValueInfo(
+        "v",
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        0,
+        tensor.nbytes,
+        tensor.untyped_storage().nbytes(),
+    )
 
 
 BASE = torch.arange(120.0)

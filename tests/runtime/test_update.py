@@ -94,12 +94,26 @@ def test_bad_figures_are_refused():
 
 
 def test_the_scheduler_steps_with_the_optimizer():
-    ranks = fleet((0, 1), ROWS, optimizer=sgd)
-    for updater in ranks.updaters:
-        updater.scheduler = torch.optim.lr_scheduler.ExponentialLR(updater.optimizer, 0.5)
+    ranks = fleet(
+        (0, 1), ROWS, optimizer=sgd, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)
+    )
     ranks.step(batch(ROWS), update=False)
     ranks.step(batch(ROWS))
     assert [u.optimizer.param_groups[0]["lr"] for u in ranks.updaters] == [0.05, 0.05]
+
+
+def test_a_scheduler_that_steps_later_is_up_to_date_for_whoever_asks():
+    ranks = fleet((0, 1), ROWS, optimizer=sgd)
+    stages = list(ranks.updaters)
+    for updater in stages:
+        updater.scheduler = torch.optim.lr_scheduler.ExponentialLR(updater.optimizer, 0.5)
+        updater._schedules_later = True
+    ranks.step(batch(ROWS))
+    assert [u.bare_optimizer.param_groups[0]["lr"] for u in stages] == [0.1, 0.1]
+    assert stages[0].optimizer.param_groups[0]["lr"] == 0.05
+    stages[1].schedule()
+    stages[1].schedule()
+    assert stages[1].scheduler.get_last_lr() == [0.05]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (300, 7), (257, 300), (1 << 18,)])

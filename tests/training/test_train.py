@@ -36,6 +36,8 @@ TINY = [
     ),
     *("--micro-batches", "2", "--dropout", "0.2", "--eval-every", "10", "--save-every", "20", "--plain"),
 ]
+STEPS = 55
+WHOLE = [*TINY, "--schedule", "ZBV", "--chunks", "2", "--steps", str(STEPS), "--sample", "20"]
 COMMAND = [sys.executable, "-c", "from pipeloom.cli import main; main()", "train"]
 
 
@@ -126,17 +128,22 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         run.clean_up()
 
 
-def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
-    done = train(
-        *TINY, "--schedule", "ZBV", "--chunks", "2", "--steps", "11", "--sample", "20", "--out", str(tmp_path)
-    )
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run that was left alone: its folder, and what it printed."""
+    out = tmp_path_factory.mktemp("unbroken")
+    done = train(*WHOLE, "--out", str(out))
     assert done.returncode == 0, done.stderr
-    folder = only_run(tmp_path)
+    return only_run(out), done
+
+
+def test_a_run_leaves_what_it_promises(unbroken: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = unbroken
     rows = metrics(folder)
-    assert [row["step"] for row in rows] == list(range(1, 12))
-    assert [row["step"] for row in rows if row["held_out"] is not None] == [10, 11]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if row["held_out"] is not None] == [10, 20, 30, 40, 50, STEPS]
     assert all(len(row["busy"]) == 2 and row["tokens_per_second"] > 0 for row in rows)
-    assert json.loads((folder / "LATEST").read_text())["step"] == 11
+    assert json.loads((folder / "LATEST").read_text())["step"] == STEPS
     assert len((folder / "sample.txt").read_text()) == 64 + 20 + 1
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     page = (folder / "timeline.html").read_text()
@@ -163,20 +170,21 @@ def stopped(start: Callable[..., Started]) -> Callable[..., str]:
 
 
 def test_a_stopped_run_goes_on_with_the_losses_of_an_unbroken_one(
-    tmp_path: Path, stopped: Callable[..., str]
+    tmp_path: Path,
+    stopped: Callable[..., str],
+    unbroken: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
-    options = [*TINY, "--steps", "60", "--sample", "0"]
-    output = stopped(signal.SIGINT, *options)
+    output = stopped(signal.SIGINT, *WHOLE)
     folder = only_run(tmp_path / "runs")
     last = metrics(folder)[-1]["step"]
-    assert last < 60, "it ended before it was stopped"
+    assert last < STEPS, "it ended before it was stopped"
     assert f"stopped after step {last}; go on with: pipeloom train --resume {folder}" in output
     assert json.loads((folder / "LATEST").read_text())["step"] == last
 
-    resumed, unbroken = train("--resume", str(folder)), train(*options, "--out", str(tmp_path / "other"))
-    assert resumed.returncode == unbroken.returncode == 0, resumed.stderr + unbroken.stderr
+    resumed = train("--resume", str(folder))
+    assert resumed.returncode == 0, resumed.stderr
     for name in ("step", "loss", "held_out", "lr"):
-        got, expected = metrics(folder), metrics(only_run(tmp_path / "other"))
+        got, expected = metrics(folder), metrics(unbroken[0])
         assert [row[name] for row in got] == [row[name] for row in expected], name
 
 

@@ -1,9 +1,10 @@
 """Anchors: cutting a second capture of a model (another shape, or evaluation) where the first was cut.
 
-Parameters lie on ranks by then, so the cuts must fall between the same parameters. Where the forward is the
-same list of ops the positions carry over; where it isn't (evaluation has no dropout), each cut goes between the
-last op that reads a parameter of an earlier chunk and the first that reads one of a later chunk, where the
-fewest bytes cross.
+Parameters and buffers lie on ranks by then, and one rank is expected to make the losses, so the cuts must fall between
+the same ones. Where the forward is the same list of ops the positions carry over; where it isn't (evaluation has no
+dropout, a batch of one other views), each cut goes between the last op that belongs to an earlier chunk, by a parameter
+or buffer that it reads or because it makes the loss, and the first that belongs to a later one, where the fewest bytes
+cross.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ..program.ir import Program, ProgramError, is_getitem, target_name
-from .pieces import crossing_bytes, parameters_of
+from .pieces import crossing_bytes, state_of
 
 
 @dataclass(frozen=True)
 class CutPoints:
     """Where a program was cut. ops: targets of its forward ops; positions: see `cuts.choose_cuts`; homes:
-    parameter -> the chunks that read it."""
+    parameter or buffer -> the chunks that read it; likewise for what makes the loss and its weight."""
 
     ops: tuple[str, ...]
     positions: tuple[int, ...]
@@ -31,8 +32,9 @@ class CutPoints:
         program: Program, order: list[fx.Node], positions: list[int], labels: Mapping[fx.Node, int]
     ) -> CutPoints:
         homes: dict[str, set[int]] = {}
+        placed = set(order)
         for node in order:
-            for name in parameters_of(program, node, set(order)):
+            for name in _belongings(program, node, placed):
                 homes.setdefault(name, set()).add(labels[node])
         return CutPoints(
             tuple(target_name(n) for n in order),
@@ -50,7 +52,7 @@ def anchored_cuts(program: Program, order: list[fx.Node], like: CutPoints) -> li
     home: list[int | None] = []
     reached = 0
     for node in order:
-        chunks = _homes(parameters_of(program, node, placed), like)
+        chunks = _homes(_belongings(program, node, placed), like)
         # a parameter with several homes is used again further on: in the nearest of them that isn't behind
         ahead = [c for c in chunks if c >= reached] if len(chunks) > 1 else chunks
         home.append(min(ahead, default=None))
@@ -73,7 +75,18 @@ def anchored_cuts(program: Program, order: list[fx.Node], like: CutPoints) -> li
     return positions
 
 
-def _homes(parameters: set[str], like: CutPoints) -> frozenset[int]:
-    """The chunks in which an op that reads all of these parameters can have been."""
-    known = [like.homes[name] for name in parameters if name in like.homes]
+def _belongings(program: Program, node: fx.Node, placed: set[fx.Node]) -> set[str]:
+    """What ties an op to a chunk: the parameters and buffers that it reads, and the loss or weight that it makes."""
+    figures = range(1 + program.has_weight)
+    made = {
+        f"output {desc.name}"
+        for output, desc in program.outputs
+        if output is node and desc.kind == "output" and int(desc.name) in figures
+    }
+    return state_of(program, node, placed) | made
+
+
+def _homes(state: set[str], like: CutPoints) -> frozenset[int]:
+    """The chunks in which an op that reads all of these parameters and buffers can have been."""
+    known = [like.homes[name] for name in state if name in like.homes]
     return frozenset.intersection(*known) if known else frozenset()

@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from ..planning.devices import UNKNOWN, Roofline
 from ..program import compat
+from ..program.flops import flops_of
 from ..program.ir import is_getitem, nbytes
 
 
@@ -29,13 +30,13 @@ def op_seconds(node: fx.Node, roofline: Roofline = UNKNOWN) -> float:
         return 0.0
     results = compat.fake_values(node)
     dtype = str(results[0].dtype).removeprefix("torch.") if results else "float32"
-    return roofline.seconds(compat.flops_of(node), moved_bytes(node), dtype)
+    return roofline.seconds(flops_of(node), moved_bytes(node), dtype)
 
 
 def totals(nodes: Iterable[fx.Node]) -> tuple[float, float]:
     """(floating point operations, bytes moved) of some nodes."""
     flops = moved = 0.0
     for node in nodes:
-        flops += compat.flops_of(node)
+        flops += flops_of(node)
         moved += moved_bytes(node)
     return flops, moved

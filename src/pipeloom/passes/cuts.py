@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from ..planning.partition import PartitionError, balanced
 from ..program import compat
+from ..program.annotations import module_of
 from ..program.ir import ROLE, OpRole, Program, ProgramError, is_getitem
 from .pieces import pieces_of
 
@@ -65,7 +66,7 @@ def choose_cuts(
     elements of the model's longest list of blocks each chunk has. Raises ProgramError when there aren't enough.
     """
     order = forward_order(program, free)
-    names = [compat.module_of(n) for n in order]
+    names = [module_of(n) for n in order]
     if isinstance(cuts, str) and _LAYOUT.fullmatch(cuts):
         return _layout(order, names, cuts, chunks)
     if chunks == 1:

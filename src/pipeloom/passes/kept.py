@@ -13,6 +13,7 @@ import networkx as nx
 import torch.fx as fx
 
 from ..program import compat
+from ..program.flops import flops_of
 from ..program.ir import is_getitem
 
 
@@ -46,7 +47,7 @@ def cheapest_boundary(
         return key
 
     for node in rest:
-        pinned = compat.flops_of(node) > 0 or not compat.fake_values(node)
+        pinned = flops_of(node) > 0 or not compat.fake_values(node)
         if pinned:
             graph.add_edge(("op", node), sink)  # no capacity: infinite
         for need in needs_of(node):

@@ -107,12 +107,21 @@ def crossing_bytes(order: Sequence[fx.Node]) -> list[int]:
 
 def parameters_of(program: Program, node: fx.Node, placed: set[fx.Node]) -> set[str]:
     """The parameters that an op reads: itself, or through views and casts that belong to no chunk."""
+    return _read(program, node, placed, ("param",))
+
+
+def state_of(program: Program, node: fx.Node, placed: set[fx.Node]) -> set[str]:
+    """The parameters and buffers that an op reads."""
+    return _read(program, node, placed, ("param", "buffer"))
+
+
+def _read(program: Program, node: fx.Node, placed: set[fx.Node], kinds: tuple[str, ...]) -> set[str]:
     found: set[str] = set()
     todo = list(node.all_input_nodes)
     while todo:
         source = todo.pop()
         desc = program.inputs.get(source)
-        if desc is not None and desc.kind == "param":
+        if desc is not None and desc.kind in kinds:
             found.add(desc.name)
         elif source.op == "call_function" and source not in placed:
             todo.extend(source.all_input_nodes)

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from ..program import compat
 from ..program.compat import GraphInput
+from ..program.flops import costs_like
 from ..program.ir import Program, ProgramError, where
 from .base import Pass, register_pass
 
@@ -105,7 +106,7 @@ def twin_of(op: Any) -> Any:
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pipeloom::{name}", _positional(fake), lib=_LIBRARY)
     _TWINS[op] = getattr(torch.ops.pipeloom, name).default
-    compat.costs_like(_TWINS[op], op, added=2)
+    costs_like(_TWINS[op], op, added=2)
     return _TWINS[op]
 
 

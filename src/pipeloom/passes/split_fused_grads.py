@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 import torch.fx as fx
 
 from ..program import compat
@@ -24,6 +25,14 @@ def mask_position(node: fx.Node) -> int | None:
         if argument.name == "output_mask":
             return position
     return None
+
+
+def _needs_input_gradient(node: fx.Node) -> bool:
+    """Whether the op must make the input's gradient too: without it, torch's kernel for group norm over channels that
+    lie last reads memory that isn't there."""
+    if node.target is not torch.ops.aten.native_group_norm_backward.default:
+        return False
+    return any(not t.is_contiguous() for t in compat.fake_values(node.args[1]))  # type: ignore[arg-type]
 
 
 def used_outputs(node: fx.Node) -> list[int]:
@@ -46,6 +55,7 @@ class SplitFusedGrads(Pass):
                 continue
             mask = [bool(m) for m in node.args[position]]
             halves = ([i == 0 for i in range(len(mask))], [i != 0 and m for i, m in enumerate(mask)])
+            halves[1][0] = _needs_input_gradient(node)
             copies = []
             for half in halves:
                 with program.graph.inserting_before(node):

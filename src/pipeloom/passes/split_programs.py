@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from ..program import compat
 from ..program.ir import CHUNK, ROLE, OpRole, Program, ProgramError, closure, is_getitem, where
+from ..program.straight import Straight
 from ..program.subprogram import GradientSlot, Input, InputKind, ProgramSet, SubProgram, ValueInfo
 from ..schedules.jobs import Direction, Kind
 from .check_programs import check_programs
@@ -54,6 +55,7 @@ class _Splitter:
             if node in live and node not in self.free:
                 side = self.forward if node.meta[ROLE] == OpRole.FORWARD else self.backward
                 side[node.meta[CHUNK]].add(node)
+        self.parameters = {desc.name: n for n, desc in program.inputs.items() if desc.kind == "param"}
         self.slots: list[list[tuple[fx.Node, GradientSlot]]] = [[] for _ in chunks]
         for node, parameter, index in program.slots():
             chunk = self._chunk_of_slot(node)
@@ -66,10 +68,10 @@ class _Splitter:
         self.structures: dict[str, SubProgram] = {}
 
     def _dtype(self, parameter: str) -> torch.dtype:
-        node = next(
-            n for n, desc in self.program.inputs.items() if desc == compat.GraphInput("param", parameter)
-        )
-        return compat.fake_values(node)[0].dtype
+        """Of the accumulator of a parameter's gradient."""
+        dtype = compat.fake_values(self.parameters[parameter])[0].dtype
+        # small addends are lost in a sum of half precision
+        return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
     def _chunk_of_slot(self, node: fx.Node) -> int:
         if CHUNK in node.meta:
@@ -122,6 +124,7 @@ class _Splitter:
             outputs=[o.name for o in outputs],
             output_chunks=[self._home(o) for o in outputs],
             draws=program.draws,
+            means=program.means,
         )
 
     def _home(self, node: fx.Node) -> int:
@@ -225,7 +228,7 @@ class _Splitter:
             call, graph = twin.call, twin.graph
             flops, moved, peak = twin.flops, twin.moved, twin.peak_bytes
         else:
-            call, graph = compat.straight(graph_module), graph_module
+            call, graph = Straight(graph_module), graph_module
             flops, moved = totals(graph_module.graph.nodes)
             owned = {i.name for i in inputs if i.op != "placeholder"}
             peak = peak_bytes(graph_module.graph, owned if kind != "F" else ())
@@ -279,6 +282,12 @@ class _Splitter:
         names |= {v.name for found in messages.values() for v in found}
         values = {}
         keys: dict[int, int] = {}
+        always = {
+            compat.storage_key(tensor)
+            for node, desc in self.program.inputs.items()
+            if desc.kind in ("param", "buffer")
+            for tensor in compat.fake_values(node)
+        }
         for node in self.graph.nodes:
             if node.name not in names:
                 continue
@@ -294,6 +303,7 @@ class _Splitter:
                 tensor.dtype,
                 key,
                 tensor.numel() * tensor.element_size(),
+                0 if compat.storage_key(tensor) in always else tensor.untyped_storage().nbytes(),
             )
         return values
 

@@ -7,8 +7,8 @@ plan, lowered and proven, with its time, memory and traffic. The search's own pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..schedules import build
@@ -18,6 +18,7 @@ from ..schedules.schedule import Schedule, linear, loop, vee
 from .bounds import lower_bound
 from .costs import Costs
 from .plan import Plan
+from .recompute import added_seconds, least, mixed
 
 #: rows whose makespans differ by less are as good as each other; the simpler one is chosen
 EVEN: Final = 1e-3
@@ -28,7 +29,8 @@ AUTO: Final = "auto"
 @dataclass(frozen=True)
 class Candidate:
     """A placement called `name` (linear, loop or v), with `chunks` a stage, cut at `cuts`: positions in the order of
-    the model's forward ops."""
+    the model's forward ops. again: its costs if all chunks were computed again in the backward; recompute: the chunks
+    that are, in `costs`, and extra: by what share they add to all jobs' seconds."""
 
     name: str
     chunks: int
@@ -36,6 +38,17 @@ class Candidate:
     cuts: tuple[int, ...]
     costs: Costs
     edges: tuple[Edge, ...]
+    again: Costs | None = None
+    recompute: tuple[int, ...] = ()
+    extra: float = 0.0
+
+    def recomputed(self, chunks: Iterable[int]) -> Candidate:
+        """With these chunks computed again; of a candidate in which none is yet, and that knows what it costs."""
+        assert self.again is not None
+        which = tuple(sorted(chunks))
+        whole = sum(map(sum, (self.costs.forward, self.costs.backward_b, self.costs.backward_w)))
+        extra = added_seconds(self.costs, self.again, which) / whole if whole else 0.0
+        return replace(self, costs=mixed(self.costs, self.again, which), recompute=which, extra=extra)
 
     def bound(self, micro_batches: int, memory_limit: float | None = None) -> float:
         """No order of this candidate ends earlier."""
@@ -92,6 +105,7 @@ class Row:
             "chunks": self.candidate.chunks,
             "placement": list(self.candidate.placement),
             "cuts": list(self.candidate.cuts),
+            "recompute": list(self.candidate.recompute),
             "step": self.step,
             "makespan": self.makespan,
             "bubble_global": self.plan.predicted.bubble_global,
@@ -120,10 +134,35 @@ def named_rows(candidates: Iterable[Candidate], micro_batches: int) -> list[Row]
     backwards; of plans that are the same under two names, the first."""
     rows: dict[str, Row] = {}
     for candidate in candidates:
-        for name, split, schedule in _named(candidate, micro_batches):
-            plan = Plan.make(schedule, candidate.edges, candidate.costs)
+        for name, split, plan_of in _named(candidate, micro_batches):
+            plan = plan_of(candidate.costs)
             rows.setdefault(plan.digest(), Row(name, split, candidate, plan))
     return list(rows.values())
+
+
+def recomputing_rows(candidates: Iterable[Candidate], micro_batches: int, memory_limit: float) -> list[Row]:
+    """The rows of the same schedules with as little recompute as makes them fit; none for those that don't fit even if
+    every chunk is computed again. The candidates know what that costs."""
+    rows: dict[tuple[str, tuple[int, ...]], Row] = {}
+    for candidate in candidates:
+        assert candidate.again is not None
+        for name, split, plan_of in _named(candidate, micro_batches):
+            found = least(plan_of, candidate.costs, candidate.again, memory_limit)
+            if found is not None:
+                chunks, plan = found
+                rows.setdefault((plan.digest(), chunks), Row(name, split, candidate.recomputed(chunks), plan))
+    return list(rows.values())
+
+
+def recomputing(candidates: Iterable[Candidate], rows: Sequence[Row]) -> list[Candidate]:
+    """The candidates for a search, with chunks computed again as in the fastest of these rows, or with all of them."""
+    out = []
+    for candidate in candidates:
+        mine = [row for row in rows if row.candidate.placement == candidate.placement]
+        best = min(mine, key=lambda row: row.makespan, default=None)
+        every = range(len(candidate.placement))
+        out.append(candidate.recomputed(every) if best is None else best.candidate)
+    return out
 
 
 def chosen(rows: Iterable[Row], memory_limit: float) -> Row | None:
@@ -137,24 +176,34 @@ def chosen(rows: Iterable[Row], memory_limit: float) -> Row | None:
     return min(even, key=lambda row: (row.schedule == AUTO, row.candidate.chunks, max(row.peak)))
 
 
-def _named(candidate: Candidate, micro_batches: int) -> Iterator[tuple[str, bool, Schedule]]:
-    costs, stages = candidate.costs, max(candidate.placement) + 1
-    columns = (costs.forward, costs.backward_b, costs.backward_w)
-    f, b, w = (sum(column) / len(column) for column in columns)
-    delays = [costs.delay(edge, candidate.placement) for edge in candidate.edges]
-    typical = (f, b, w, max(delays, default=0.0)) if f + b + w else (1.0, 1.0, 1.0, 0.0)
+def _named(candidate: Candidate, micro_batches: int) -> Iterator[tuple[str, bool, Callable[[Costs], Plan]]]:
+    """(name, whether split, the plan for costs) of every schedule that takes the candidate."""
+    stages = max(candidate.placement) + 1
     for name, entry in CATALOGUE.items():
         if entry.chunks not in (None, candidate.chunks):
             continue
         for split in (True,) if entry.splits else (False, True):
-            schedule = build(
-                name,
-                stages=stages,
-                chunks=candidate.chunks,
-                micro_batches=micro_batches,
-                split_backward=split,
-                ascending=True,
-                unit_costs=typical,
-            )
-            if tuple(schedule.placement) == candidate.placement:
-                yield name, split, schedule
+
+            def schedule(costs: Costs, name: str = name, split: bool = split) -> Schedule:
+                return build(
+                    name,
+                    stages=stages,
+                    chunks=candidate.chunks,
+                    micro_batches=micro_batches,
+                    split_backward=split,
+                    ascending=True,
+                    unit_costs=_typical(candidate, costs),
+                )
+
+            def plan_of(costs: Costs, schedule: Callable[[Costs], Schedule] = schedule) -> Plan:
+                return Plan.make(schedule(costs), candidate.edges, costs)
+
+            if tuple(schedule(candidate.costs).placement) == candidate.placement:
+                yield name, split, plan_of
+
+
+def _typical(candidate: Candidate, costs: Costs) -> tuple[float, float, float, float]:
+    """(F, B, W, transfer) of a typical chunk."""
+    f, b, w = (sum(c) / len(c) for c in (costs.forward, costs.backward_b, costs.backward_w))
+    delays = [costs.delay(edge, candidate.placement) for edge in candidate.edges]
+    return (f, b, w, max(delays, default=0.0)) if f + b + w else (1.0, 1.0, 1.0, 0.0)

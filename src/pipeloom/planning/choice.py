@@ -14,8 +14,8 @@ from ..schedules.schedule import Schedule
 @dataclass(frozen=True)
 class Choice:
     """placement[chunk] -> stage. positions: where chunks begin, in the order of the program's forward ops. jobs:
-    one list a stage for
-    `micro_batches`. makespan and bound: seconds that were expected of it, and that no candidate could beat."""
+    one list a stage for `micro_batches`. makespan and bound: seconds that were expected of it, and that no candidate
+    could beat. recompute: chunks whose forward is computed again in the backward."""
 
     placement: tuple[int, ...]
     positions: tuple[int, ...]
@@ -23,11 +23,19 @@ class Choice:
     jobs: tuple[tuple[str, ...], ...]
     makespan: float
     bound: float
+    recompute: tuple[int, ...] = ()
 
     @staticmethod
-    def of(schedule: Schedule, positions: Sequence[int], makespan: float, bound: float) -> Choice:
+    def of(
+        schedule: Schedule,
+        positions: Sequence[int],
+        makespan: float,
+        bound: float,
+        recompute: Sequence[int] = (),
+    ) -> Choice:
         jobs = tuple(tuple(map(str, stage)) for stage in schedule.jobs)
-        return Choice(schedule.placement, tuple(positions), schedule.micro_batches, jobs, makespan, bound)
+        cuts, again = tuple(positions), tuple(recompute)
+        return Choice(schedule.placement, cuts, schedule.micro_batches, jobs, makespan, bound, again)
 
     @property
     def chunks(self) -> int:
@@ -52,6 +60,7 @@ class Choice:
                 "jobs": [" ".join(stage) for stage in self.jobs],
                 "makespan": self.makespan,
                 "bound": self.bound,
+                "recompute": self.recompute,
             }
         )
 
@@ -65,4 +74,5 @@ class Choice:
             tuple(tuple(stage.split()) for stage in data["jobs"]),
             float(data["makespan"]),
             float(data["bound"]),
+            tuple(data["recompute"]),
         )

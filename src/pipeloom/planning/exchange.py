@@ -21,6 +21,8 @@ import csv
 import io
 import re
 from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Final
 
 from ..schedules.jobs import Job, Kind, LoweredJob, Phase, Placement, Transfer
@@ -86,6 +88,20 @@ def schedule_from_csv(text: str, placement: Placement | None = None, name: str =
         placement = [found[chunk] for chunk in range(len(found))]
     micro_batches = 1 + max(job.micro_batch for row in rows for job in row)
     return Schedule.from_jobs(name, placement, micro_batches, rows)
+
+
+def read_csv(path: str | PathLike[str], name: str = "CSV") -> Schedule:
+    """The schedule of a CSV file, see `schedule_from_csv`. Raises ValueError naming the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: can't be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: isn't text in UTF-8") from None
+    try:
+        return schedule_from_csv(text, name=name)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _jobs(cell: str, where: str) -> list[Job]:

@@ -64,7 +64,7 @@ def levels(lists: Sequence[Codes], coding: EntryCoding, stage: int, costs: Costs
     between = np.cumsum(handed[kind_chunk])  # after the job
     if costs.sent:
         between += _under_way(lists, coding, stage, costs)[is_job]
-    during = base + held - change + rise[kind_chunk] + before + between - np.maximum(handed[kind_chunk], 0.0)
+    during = base + held - change + before + between - handed[kind_chunk] + rise[kind_chunk]
     return Levels(base, during, base + held + before - consumed[kind_chunk] + between, before)
 
 
@@ -110,11 +110,6 @@ def _tables(coding: EntryCoding, costs: Costs) -> tuple[Floats, Floats, Floats, 
     # F, B, W, X, in the order of KINDS
     added = np.concatenate([until_b + until_w, from_b, nothing, nothing])
     freed = np.concatenate([nothing, until_b, until_w + from_b, until_b + until_w])
-    workspace = np.array([costs.workspace_of(kind, c) for kind in KINDS for c in range(len(nothing))])
-    # a B frees what was kept for it as it goes: its workspace, where it is known, has that in it
-    rise = np.maximum(added, workspace)
-    b = slice(len(nothing), 2 * len(nothing))
-    rise[b] = np.where(workspace[b] > 0, np.maximum(from_b - until_b, workspace[b]), from_b)
     received = {"F": nothing.copy(), "B": nothing.copy()}
     handed = {"F": nothing.copy(), "B": nothing.copy()}
     for edge in coding.edges:
@@ -127,4 +122,9 @@ def _tables(coding: EntryCoding, costs: Costs) -> tuple[Floats, Floats, Floats, 
     consumed, passed = (
         np.concatenate([table["F"], table["B"], nothing, table["B"]]) for table in (received, handed)
     )
+    workspace = np.array([costs.workspace_of(kind, c) for kind in KINDS for c in range(len(nothing))])
+    # A job frees what was kept for it, and what it was handed, as it goes: its workspace, where it is known, has that
+    # in it.
+    known = np.maximum(added - freed + passed, workspace)
+    rise = np.where(workspace > 0, known, added + np.maximum(passed, 0.0))
     return added, freed, rise, consumed, passed

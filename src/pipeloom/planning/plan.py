@@ -205,11 +205,28 @@ class Plan:
                 f"{stage:>5}  {figures.busy[stage]:>5.0%}  {_bytes(self.simulation.peak[stage], unit):>9}  "
                 f"{len(self.simulation.start[stage]):>5}  {sends:>5}  {' '.join(own)}"
             )
+        if any(self.costs.reduce):
+            lines.append(self._reductions())
         if not self.ascending:
             lines.append(
                 "micro-batches of a chunk run out of order: gradients are equal to other plans' to rounding only"
             )
         return "\n".join(lines)
+
+    def _reductions(self) -> str:
+        """The line about sums over replicas, of the stage where most of them stick out."""
+        unit, simulation = self.costs.unit, self.simulation
+        spans = [span for span in simulation.others if span.kind == "reduce"]
+        late = {
+            s: max([0.0, *(x.end - simulation.clock[s] for x in spans if x.rank == s)])
+            for s in range(self.stages)
+        }
+        stage = max(late, key=late.__getitem__)
+        total = sum(span.end - span.start for span in spans if span.rank == stage)
+        return (
+            f"gradients summed over replicas in {total:.4g} {unit} on stage {stage}, of which {late[stage]:.4g} {unit} "
+            "after its last job"
+        )
 
 
 def _lists(data: Mapping[str, Any], coding: EntryCoding) -> Sequence[Sequence[LoweredJob]]:

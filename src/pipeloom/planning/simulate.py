@@ -80,7 +80,7 @@ class Simulation:
 
     @property
     def others(self) -> list[Span]:
-        """Waits, and the step's last two jobs."""
+        """Waits, reductions over replicas, and the step's last two jobs."""
         waits = [] if self._replay is None else self._replay.waits
         return [*waits, *self._tails]
 
@@ -169,12 +169,14 @@ def _last(ends: Sequence[Sequence[float]]) -> list[float]:
 def _tails(
     schedule: Schedule, clock: Sequence[float], ends: Sequence[Sequence[float]], costs: Costs
 ) -> list[Span]:
-    """What follows a stage's list: the wait for its reductions, finalize, and update once all stages have finalized
-    (the gradient norm is all stages' business)."""
+    """A stage's reductions, and what follows its list: the wait for them, finalize, and update once all stages have
+    finalized (the gradient norm is all stages' business)."""
     spans = []
     finalized = []
     for stage, now in enumerate(clock):
-        reduced = max(now, _reduced(schedule, stage, ends[stage], costs))
+        reductions = _reductions(schedule, stage, ends[stage], costs)
+        spans += reductions
+        reduced = max([now, *(span.end for span in reductions)])
         if reduced > now:
             spans.append(Span(stage, "wait", -1, -1, now, reduced))
         finalized.append(reduced + costs.finalize)
@@ -183,18 +185,19 @@ def _tails(
     return spans + [Span(stage, "update", -1, -1, ready, ready + costs.update) for stage in range(len(clock))]
 
 
-def _reduced(schedule: Schedule, stage: int, ends: Sequence[float], costs: Costs) -> float:
+def _reductions(schedule: Schedule, stage: int, ends: Sequence[float], costs: Costs) -> list[Span]:
     """When a stage's gradients are reduced: chunk by chunk from the last W of each on, one at a time."""
     if not any(costs.reduce):
-        return 0.0
+        return []
     kind_chunk = schedule.codes[stage] // schedule.micro_batches
     kind, chunk = np.divmod(kind_chunk, schedule.total_chunks)
     weights = (kind == BACKWARD_W) | (kind == BACKWARD)
     last = {int(c): e for c, e in zip(chunk[weights], np.asarray(ends)[weights].tolist(), strict=True)}
-    done = 0.0
-    for begin, one in sorted((end, c) for c, end in last.items()):
-        done = max(done, begin) + costs.reduce[one]
-    return done
+    spans: list[Span] = []
+    for ready, one in sorted((end, c) for c, end in last.items() if costs.reduce[c]):
+        begin = max(ready, spans[-1].end) if spans else ready
+        spans.append(Span(stage, "reduce", one, -1, begin, begin + costs.reduce[one]))
+    return spans
 
 
 def _flows(

@@ -3,8 +3,8 @@
     trial("ZBV", numbers("1,1.1,0.8", comm=0.1), 8, 32, chunks=2).simulation.makespan
     trial("auto", numbers(), 8, 32, memory="1x", budget="30s").bound
 
-Takes a name of the catalogue or "auto", and costs of a stage or of each chunk. Memory is in units of one
-micro-batch's activations of one stage, so that 1F1B's peak is min(S, M).
+Takes a name of the catalogue, "auto" or a CSV file of torch.distributed.pipelining, and costs of a stage or of each
+chunk. Memory is in units of one micro-batch's activations of one stage, so that 1F1B's peak is min(S, M).
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from typing import Any, Final
 
 from ..schedules import build
 from ..schedules.schedule import Schedule
+from ..schedules.timing import Stuck
 from .bounds import lower_bound
 from .costs import Costs
+from .errors import PlanError
+from .exchange import read_csv
+from .explicit import check_jobs
 from .search import search
 from .simulate import Simulation, simulate
 
@@ -146,14 +150,22 @@ def trial(
     memory: str | None = None,
     budget: float | str = 10.0,
 ) -> Trial:
-    """The schedule under these costs. chunks: a stage; None: one, or what auto finds best of 1 to 4, or as many as the
-    costs are of. memory: "1x" or "6" (see `memory_units`); None: as much as a named schedule wants, and 1x for auto.
-    budget: of auto's search, see `budget_seconds`. Raises ValueError, PlanError("memory") where nothing fits."""
+    """The schedule under these costs: a name, "auto", or a file whose name ends in .csv. Raises ValueError,
+    PlanError("memory") where nothing fits.
+
+    chunks: a stage; None: one, or what auto finds best of 1 to 4, or as many as the costs or the file are of.
+    memory: "1x" or "6" (see `memory_units`); None: as much as a named schedule wants, and 1x for auto.
+    budget: of auto's search, see `budget_seconds`.
+    """
     turns = chunks if chunks is not None else costs.each(stages) if stages >= 1 else 1
     if schedule.lower() == AUTO:
         if split_backward is not None:
             raise ValueError("auto chooses whether backwards are split: leave --split-backward out")
         return _auto(costs, stages, micro_batches, turns, memory or "1x", budget_seconds(budget))
+    if schedule.lower().endswith(".csv"):
+        if split_backward is not None or memory is not None:
+            raise ValueError(f"{schedule} is run as it is: leave --split-backward and --memory out")
+        return _from_file(schedule, costs, stages, micro_batches, chunks)
     turns = 1 if turns is None else turns
     options: dict[str, Any] = {} if split_backward is None else {"split_backward": split_backward}
     limit = memory_units(memory, stages, micro_batches)
@@ -170,6 +182,32 @@ def trial(
     )
     per_chunk = costs.costs(stages, turns)
     return Trial(made, simulate(made, per_chunk), lower_bound(made.placement, micro_batches, per_chunk))
+
+
+def _from_file(path: str, costs: Numbers, stages: int, micro_batches: int, chunks: int | None) -> Trial:
+    made = read_csv(path, Path(path).stem)
+    if (made.stages, made.micro_batches) != (stages, micro_batches):
+        raise ValueError(
+            f"{path} is a schedule for --stages {made.stages} --micro-batches {made.micro_batches}, not for "
+            f"{stages} and {micro_batches}"
+        )
+    turns, rest = divmod(made.total_chunks, stages)
+    if rest or chunks not in (None, turns):
+        each = (
+            f"{made.total_chunks} chunks on {stages} stages"
+            if rest
+            else f"{turns} chunk{'s' * (turns > 1)} a stage"
+        )
+        raise ValueError(
+            f"{path} has {each}: " + ("give each stage as many" if rest else f"write --chunks {turns}")
+        )
+    per_chunk = costs.costs(stages, turns)
+    try:
+        check_jobs(made)
+        simulation = simulate(made, per_chunk)
+    except (PlanError, Stuck) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return Trial(made, simulation, lower_bound(made.placement, micro_batches, per_chunk))
 
 
 def _auto(

@@ -156,7 +156,7 @@ def _jobs(lowered: Lowered) -> dict[JobKey, tuple[int, int]]:
     want = {
         (k, c, m) for k in kinds for c in range(len(lowered.placement)) for m in range(lowered.micro_batches)
     }
-    missing = sorted(want - where.keys(), key=lambda key: (lowered.placement[key[1]], key[2]))
+    missing = sorted(want - where.keys(), key=lambda key: (lowered.placement[key[1]], key[2], key[0]))
     if missing:
         raise PlanError("jobs", f"missing: {some([_on_stage(lowered, key) for key in missing])}")
     if len(where) > len(want):

@@ -58,6 +58,13 @@ def flatten_batch(inputs: Any, targets: Any = None) -> tuple[list[torch.Tensor],
             f"the batch holds no tensor: inputs is {type(inputs).__name__}. Pass a tensor, a tuple of them or "
             "a mapping."
         )
+    for x in leaves:
+        if x.is_nested or x.layout != torch.strided:
+            what = "nested" if x.is_nested else "sparse"
+            raise ValueError(
+                f"the batch holds a {what} tensor ({x.layout}): pass a dense one, padded where lengths differ, with a "
+                "mask"
+            )
     tensors = tuple(i for i, x in enumerate(flat) if isinstance(x, torch.Tensor))
     constants = tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, torch.Tensor))
     positional = len(tree[0])

@@ -8,6 +8,7 @@ torch's ahead-of-time autograd (`aot_export_joint_with_descriptors`), one joint 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,9 +17,18 @@ import torch.fx as fx
 from torch import nn
 
 from . import compat
+from .annotations import annotated_modules
 from .batch import BatchForm, flatten_batch
-from .checks import check_model, kept_state
+from .checks import check_model, check_surroundings, kept_state
+from .constants import lifted_constants
+from .ctc import FixedCtc
+from .gaussian import CheckedGaussian
 from .ir import Program
+from .layouts import PredictedLayouts
+from .means import CountedMeans
+from .outside import Outside
+from .reasons import place, reason
+from .twins import twins
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -74,8 +84,30 @@ def capture_leaves(
     device: torch.device | None = None,
 ) -> Program:
     """`capture` for a batch that is already flattened."""
+    options: dict[str, Any] = {"training": training, "autocast": autocast, "device": device}
+    try:
+        return _captured(model, loss_fn, leaves, form, **options)
+    except CaptureError as error:
+        if not compat.left_in_place(error.__cause__):
+            raise
+    return _captured(model, loss_fn, leaves, form, lifting=True, **options)
+
+
+def _captured(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    leaves: list[torch.Tensor],
+    form: BatchForm,
+    *,
+    training: bool,
+    autocast: torch.dtype | None,
+    device: torch.device | None,
+    lifting: bool = False,
+) -> Program:
+    """lifting: constants are lifted into the trace (see `constants`), which costs time, and is done where it must."""
     compat.check_torch_version()
     check_model(model, training=training)
+    check_surroundings(device or _device_of(model, leaves))
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             f"the loss {type(loss_fn).__name__} has parameters of its own: make it part of the model (return "
@@ -83,25 +115,35 @@ def capture_leaves(
         )
     mode = compat.fake_mode()
     device = device or _device_of(model, leaves)
-    step = _Step(model, loss_fn, form, training=training, autocast=autocast, device=device)
+    step = _Step(model, loss_fn, form, training=training, autocast=autocast, device=device, lifting=lifting)
     fakes = [compat.fake_tensor(mode, leaf, device) for leaf in leaves]
     names = {id(m): n for n, m in model.named_modules()}
     try:
         with (
-            _twins(step, mode, device, training=training),
-            compat.annotated_modules(model, names),
+            twins(
+                step,
+                mode,
+                device,
+                training=training,
+                also=[loss_fn] if isinstance(loss_fn, nn.Module) else [],
+            ),
+            annotated_modules(model, names),
             _untouched(model, loss_fn),
             _constant(loss_fn),
         ):
-            graph, inputs, outputs = compat.export_joint(step, fakes, mode)
+            graph, inputs, outputs = compat.export_joint(
+                step, fakes, mode, packed=_may_be_packed(model, form)
+            )
     except CaptureError:
         raise
     except Exception as error:
         where = "; ".join(getattr(error, "__notes__", [])) or "in its forward"
-        raise CaptureError(
-            f"can't capture {type(model).__name__}, {where}: {type(error).__name__}: {_first_lines(error)}\n"
-            "The forward must be traceable: no .item(), no branch or shape that depends on the values of a tensor."
-        ) from error
+        line = place(error)
+        at = f" ({line})" if line else ""
+        raise CaptureError(f"can't capture {type(model).__name__}, {where}{at}: {reason(error)}") from error
+    finally:
+        step.outside.put_back()
+    step.outside.check()
     first = _aliases(model)
     _check_ends(model, form, inputs, outputs)
     named = {n: _renamed(i, first) for n, i in inputs}
@@ -115,6 +157,15 @@ def capture_leaves(
         output_count=step.output_count,
         output_form=step.output_form,
     )
+
+
+def _may_be_packed(model: nn.Module, form: BatchForm) -> bool:
+    """Whether several texts may lie in one row of the batch. A model of transformers takes position_ids then."""
+    if not type(model).__module__.startswith("transformers."):
+        return True
+    args, kwargs, _ = form.rebuild([True] * len(form.tensors))
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    return given.arguments.get("position_ids") is not None
 
 
 def _check_ends(
@@ -162,12 +213,15 @@ class _Step(nn.Module):
         training: bool,
         autocast: torch.dtype | None,
         device: torch.device,
+        lifting: bool,
     ) -> None:
         super().__init__()
+        self.lifting = lifting
         self.model = model
         # hidden from nn.Module: the buffers of a loss (class weights) are constants of the program, no part
         # of the model
         self.hidden = (loss_fn,)
+        self.outside = Outside(model, _modules(model, loss_fn))
         self.form = form
         self.train_graph = training
         self.autocast = autocast
@@ -183,9 +237,12 @@ class _Step(nn.Module):
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.autocast is not None:
             context = torch.autocast(self.device_type, dtype=self.autocast)
-        with context:
+        self.outside.begin()
+        lifted = lifted_constants() if self.lifting else contextlib.nullcontext()
+        with context, PredictedLayouts(), CountedMeans(), FixedCtc(), CheckedGaussian(), lifted:
             output = self.model(*args, **kwargs)
             result = output if loss_fn is None else _called(loss_fn, output, targets)
+        self.outside.end()
         lost = [n for n, b in self.model.named_buffers() if b is not buffers.get(n)]
         if lost:
             raise CaptureError(
@@ -257,7 +314,7 @@ def _loss_and_weight(result: Any, loss_fn: LossFunction | None) -> tuple[torch.T
         raise CaptureError(
             f"the weight that {source} returned needs a gradient: it must not depend on parameters. Detach it."
         )
-    return _scalar(result), weight.to(torch.float32).clone()
+    return _scalar(result), weight.to(torch.promote_types(result.dtype, torch.float32)).clone()
 
 
 def _is_number(value: Any) -> bool:
@@ -268,51 +325,18 @@ def _scalar(loss: torch.Tensor) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
-@contextlib.contextmanager
-def _twins(root: _Step, mode: Any, device: torch.device, *, training: bool) -> Iterator[None]:
-    """While open, every parameter and buffer under `root` is its fake twin on `device`; tied ones stay tied.
-    Evaluation: no parameter needs a gradient and every module is in eval mode. Everything is put back
-    afterwards."""
-    twins: dict[int, torch.Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    (loss_fn,) = root.hidden
-    roots = [root, loss_fn] if isinstance(loss_fn, nn.Module) else [root]
-    modes = [(m, m.training) for r in roots for m in r.modules()]
-
-    def twin(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in twins:
-            fake = compat.fake_tensor(mode, tensor, device)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad and training)
-            twins[id(tensor)] = fake
-        return twins[id(tensor)]
-
-    try:
-        if not training:
-            for r in roots:
-                r.eval()
-        for module in root.modules():
-            for table in compat.tensor_tables(module):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        replaced.append((table, name, tensor))
-                        table[name] = twin(tensor)
-        yield
-    finally:
-        for table, name, tensor in reversed(replaced):
-            table[name] = tensor
-        for module, was in modes:
-            module.training = was
+def _modules(model: nn.Module, loss_fn: LossFunction | None) -> list[tuple[str, nn.Module]]:
+    """All modules that take part, as messages name them."""
+    found = [(name or type(model).__name__, module) for name, module in model.named_modules()]
+    if isinstance(loss_fn, nn.Module):
+        found += [(f"the loss's {name or type(loss_fn).__name__}", m) for name, m in loss_fn.named_modules()]
+    return found
 
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]:
     """Refuses a module that keeps a tensor of one forward for the next: a captured program couldn't see it change."""
-    modules = [(name or type(model).__name__, module) for name, module in model.named_modules()]
-    if isinstance(loss_fn, nn.Module):
-        modules += [
-            (f"the loss's {name or type(loss_fn).__name__}", m) for name, m in loss_fn.named_modules()
-        ]
+    modules = _modules(model, loss_fn)
     before = {id(module): kept_state(module) for _, module in modules}
     try:
         yield
@@ -394,11 +418,6 @@ def _name(target: str, first: dict[str, str]) -> str:
     """The user's name of a parameter or buffer; of a tied one, the first of its names."""
     name = target.removeprefix("model.")
     return first.get(name, name)
-
-
-def _first_lines(error: BaseException, count: int = 3) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return "\n".join(lines[:count])
 
 
 __all__ = ["CaptureError", "LossFunction", "capture", "capture_leaves", "split_example"]

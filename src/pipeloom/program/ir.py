@@ -21,7 +21,9 @@ import torch
 import torch.fx as fx
 
 from . import compat
+from .annotations import module_of
 from .compat import GraphInput, GraphOutput
+from .means import Means
 
 
 class OpRole(StrEnum):
@@ -47,6 +49,7 @@ class Program:
     (evaluation).
     aliases: name of a parameter -> the first name of the same Parameter (a tied weight).
     draws: number of random draws, once `random_keys` has numbered them.
+    means: the loss's means over what counts, once `batch_means` has found them.
     """
 
     graph_module: fx.GraphModule
@@ -58,6 +61,7 @@ class Program:
     output_count: int = 0
     output_form: Any = None
     draws: int = 0
+    means: Means | None = None
     chunks: int = 1
 
     def __post_init__(self) -> None:
@@ -99,7 +103,7 @@ class Program:
         graph.output(result)
         return dataclasses.replace(
             self,
-            graph_module=fx.GraphModule(self.graph_module, graph),
+            graph_module=compat.lazy_module(self.graph_module, graph),
             inputs={copies[n]: desc for n, desc in self.inputs.items()},
             outputs=[(copies[n], desc) for n, desc in self.outputs],
             aliases=dict(self.aliases),
@@ -144,7 +148,7 @@ class Program:
         for node in self.ops():
             role = str(node.meta[ROLE])
             chunk = node.meta.get(CHUNK, "-")
-            where = compat.module_of(node)
+            where = module_of(node)
             args = ", ".join(a.name for a in node.all_input_nodes)
             at = f"  # {where}" if where else ""
             lines.append(
@@ -185,15 +189,16 @@ def closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of a fake tensor's own elements (0 for anything that isn't a tensor)."""
+    """Bytes of a fake tensor's own elements (0 for anything that isn't a tensor); as in the example where a size is a
+    symbol."""
     if not isinstance(value, torch.Tensor):
         return 0
-    return value.numel() * value.element_size()
+    return compat.size_hint(value.numel()) * value.element_size()
 
 
 def where(node: fx.Node) -> str:
     """An op as an error message names it: op, its name in the program, its module, its neighbours."""
-    module = compat.module_of(node)
+    module = module_of(node)
     sources = ", ".join(n.name for n in node.all_input_nodes) or "no inputs"
     users = ", ".join(n.name for n in node.users) or "nobody"
     return (

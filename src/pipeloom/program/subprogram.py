@@ -18,11 +18,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..schedules.jobs import Direction, Edge, Kind
+from .means import Means
 
 #: param: a parameter, by its name in the model · buffer: the version of a buffer that this micro-batch's F reads
-#: input: a flat leaf of the micro-batch · tangent: the seed of the backward (0-dim, the loss's dtype)
-#: key: the micro-batch's random key (0-dim int64, on the CPU) · acc: a gradient accumulator (see GradientSlot)
-#: value: an intermediate of the joint graph, in the micro-batch's scope
+#: input: a flat leaf of the micro-batch, or behind them a divisor (see `Means`)
+#: tangent: the seed of the backward (0-dim, the loss's dtype) · key: the micro-batch's random key (0-dim int64, on
+#: the CPU) · acc: a gradient accumulator (see GradientSlot) · value: an intermediate of the joint graph, in the
+#: micro-batch's scope
 InputKind = Literal["param", "buffer", "input", "tangent", "key", "acc", "value"]
 
 
@@ -36,8 +38,10 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueInfo:
-    """Shape, stride and dtype of a value that lives in a scope or crosses between chunks. `storage` groups
-    values of one chunk that share memory (so that bytes are counted once)."""
+    """Shape, stride and dtype of a value that lives in a scope or crosses between chunks. `storage` groups values of
+    one chunk that share memory (so that bytes are counted once). nbytes: of its elements. storage_bytes: of the memory
+    that it keeps alive where it was made, which is more for a part of a larger tensor, and none for a part of a weight
+    or buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,6 +49,7 @@ class ValueInfo:
     dtype: torch.dtype
     storage: int
     nbytes: int
+    storage_bytes: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class ProgramSet:
     loss_chunk, weight_chunk: the chunks that make them.
     outputs: names of the values that make up the model's own output (evaluation only); output_chunks: who makes
     each.
+    means: how to compute the divisors that follow the leaves of the batch among the inputs; None: there are none.
     """
 
     chunks: int
@@ -118,6 +124,7 @@ class ProgramSet:
     outputs: list[str] = field(default_factory=list)
     output_chunks: list[int] = field(default_factory=list)
     draws: int = 0
+    means: Means | None = None
 
     def edges(self) -> list[Edge]:
         """The edges between chunks, with their bytes a micro-batch."""
@@ -131,7 +138,9 @@ class ProgramSet:
         return self._names(chunk, "param")
 
     def buffers(self, chunk: int) -> list[str]:
-        return self._names(chunk, "buffer")
+        """Names of the buffers that a chunk reads, or gives new values without reading them."""
+        written = {name: None for (_, c), p in self.programs.items() if c == chunk for name in p.buffers}
+        return list(dict.fromkeys([*self._names(chunk, "buffer"), *written]))
 
     def _names(self, chunk: int, kind: InputKind) -> list[str]:
         seen: dict[str, None] = {}

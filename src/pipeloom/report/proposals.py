@@ -22,6 +22,11 @@ _KEY = (
     "span: bubble of the longest rank  peak: of the largest rank  sent: by all ranks"
 )
 
+_PEAKS = (
+    "tensors alone: weights, gradients, optimizer state, activations, receive buffers, and what a job needs while it "
+    "runs; leave a margin for the allocator and for libraries"
+)
+
 
 def show_proposals(
     rows: Sequence[Row],
@@ -44,16 +49,19 @@ def show_proposals(
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("")
     table.add_column("schedule", no_wrap=True)
-    for name in ("chunks", "step", "over", "bubble", "span", "peak", "sent"):
+    again = any(row.candidate.recompute for row in rows)
+    for name in ("chunks", *["again"][:again], "step", "over", "bubble", "span", "peak", "sent"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in shown:
         fits = row.fits(memory_limit)
         figures = row.plan.predicted
         shape = "" if row.candidate.chunks == 1 else f" {row.candidate.name}"
+        recomputed = f"{len(row.candidate.recompute)}/{len(row.candidate.placement)}"
         table.add_row(
             _MARK if row is best else "" if fits else _TOO_LARGE,
             row.name,
             f"{row.candidate.chunks}{shape}",
+            *[recomputed if row.candidate.recompute else "–"][:again],
             format_time(row.step),
             f"{row.makespan / bound - 1:.1%}" if fits and bound else "–",
             format_share(figures.bubble_global),
@@ -64,6 +72,12 @@ def show_proposals(
         )
     console.print(table)
     console.print(_KEY, style="dim", highlight=False)
+    console.print()
+    console.print(_peaks(shown, best, memory_limit))
+    if again:
+        console.print(
+            "again: chunks whose forward is computed again in the backward", style="dim", highlight=False
+        )
     facts = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
@@ -71,15 +85,33 @@ def show_proposals(
     facts.add_row("Bound", Text(f"{format_time(bound)}: no order of any of these{within} ends earlier"))
     for name, text in notes:
         facts.add_row(name, Text(text))
-    if best is not None:
-        facts.add_row("Peaks", Text(", ".join(map(format_bytes, best.peak))))
+    facts.add_row("Peaks", _PEAKS)
     console.print()
     console.print(facts)
 
 
-def firsts(rows: Sequence[Row]) -> list[Row]:
-    """Of each schedule the first row."""
-    found: dict[str, Row] = {}
+def _peaks(rows: Sequence[Row], best: Row | None, memory_limit: float) -> Table:
+    """Each rank's peak bytes, a line a row."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("")
+    table.add_column("peak of rank", no_wrap=True)
+    for rank in range(rows[0].plan.stages):
+        table.add_column(str(rank), justify="right")
     for row in rows:
-        found.setdefault(row.name, row)
+        fits = row.fits(memory_limit)
+        again = ", again" if row.candidate.recompute else ""
+        table.add_row(
+            _MARK if row is best else "" if fits else _TOO_LARGE,
+            f"{row.name}{again}",
+            *map(format_bytes, row.peak),
+            style="bold" if row is best else None if fits else "dim",
+        )
+    return table
+
+
+def firsts(rows: Sequence[Row]) -> list[Row]:
+    """Of each schedule the first row, without and with recompute."""
+    found: dict[tuple[str, bool], Row] = {}
+    for row in rows:
+        found.setdefault((row.name, bool(row.candidate.recompute)), row)
     return list(found.values())

@@ -6,8 +6,8 @@ an arrow for each message and a counter of live bytes. With several timelines ea
 processes, so that predicted and measured lie under one another on one axis.
 
     pid   rank + group · 10ᵏ, the smallest power of ten that is not below the number of ranks
-    tid   0 compute; 1000 + i send; 2000 + i receive: messages that overlap in time get a lane each, since
-          slices of one track may only nest
+    tid   0 compute; 1 sums over replicas, which run beside it; 1000 + i send; 2000 + i receive: messages that
+          overlap in time get a lane each, since slices of one track may only nest
     flow  producer's job → send → receive → consumer's job, as far as those jobs are in the timeline
 """
 
@@ -22,6 +22,7 @@ from pipeloom.report.figures import check_timelines, peak_bytes
 from pipeloom.schedules.timeline import Flow, Span, Timeline
 
 COMPUTE: Final = 0
+REDUCE: Final = 1
 SEND: Final = 1000
 RECEIVE: Final = 2000
 
@@ -37,6 +38,7 @@ _COLOURS: Final = {
     "finalize": "grey",
     "update": "black",
     "wait": "white",
+    "reduce": "olive",
 }
 
 Event = dict[str, Any]
@@ -124,6 +126,8 @@ def _names(timeline: Timeline, first_pid: int, label: str) -> Iterator[Event]:
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{label}rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         yield from _track(pid, COMPUTE, "compute")
+        if any(span.rank == rank and span.kind == "reduce" for span in timeline.spans):
+            yield from _track(pid, REDUCE, "reduce")
 
 
 def _track(pid: int, tid: int, name: str) -> Iterator[Event]:
@@ -137,7 +141,8 @@ def _job_slice(span: Span, pid: int, scale: float) -> Event:
         args["chunk"] = span.chunk
     if span.micro_batch >= 0:
         args["micro-batch"] = span.micro_batch
-    return _slice(span.name, span.kind, pid, COMPUTE, _us(span.start, scale), _us(span.end, scale), args)
+    track = REDUCE if span.kind == "reduce" else COMPUTE
+    return _slice(span.name, span.kind, pid, track, _us(span.start, scale), _us(span.end, scale), args)
 
 
 def _slice(name: str, cat: str, pid: int, tid: int, start: float, end: float, args: dict[str, Any]) -> Event:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from . import tags
 from .errors import StepError
-from .stepping import Work, exchange
+from .replicas import Replicas
+from .stepping import Work, arrive, exchange
 from .transport import Transport
 
 _TEXT = 2048
@@ -52,20 +53,46 @@ def compare(transport: Transport, what: str, line: str) -> Work[None]:
     """Raises DisagreementError on every rank unless all ranks gave the same line. A collective call."""
     if transport.size == 1:
         return
-    text = line.encode()[:_TEXT]
-    mine = torch.zeros(_TEXT, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = yield from exchange(transport, tags.AGREEMENT, mine, [(_TEXT,)] * transport.size)
+    rows = yield from exchange(transport, tags.AGREEMENT, _encoded(line), [(_TEXT,)] * transport.size)
     transport.flush()
-    lines = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    lines = [_decoded(row) for row in rows]
     for rank, other in enumerate(lines):
         if other != lines[0]:
+            mine, first, there = (transport.ranks[r] for r in (transport.rank, 0, rank))
             raise DisagreementError(
-                f"rank {transport.rank}: ranks 0 and {rank} don't have the same {what}:\n  rank 0: "
-                f"{lines[0]}\n  rank {rank}: {other}\n"
+                f"rank {mine}: ranks {first} and {there} don't have the same {what}:\n  rank {first}: "
+                f"{lines[0]}\n  rank {there}: {other}\n"
                 "All ranks of a pipeline must build the same model (same class, sizes and training mode), "
                 "strategy and batch."
             )
+
+
+def compare_replicas(replicas: Replicas, what: str, line: str) -> Work[None]:
+    """Raises DisagreementError on every replica unless all gave the same line. A collective call of a stage's
+    replicas."""
+    if replicas.size == 1:
+        return
+    rows = yield from arrive(replicas.gather(_encoded(line)))
+    lines = [_decoded(row) for row in rows]
+    for replica, other in enumerate(lines):
+        if other != lines[0]:
+            raise DisagreementError(
+                f"replica {replicas.index}: replicas 0 and {replica} don't have the same {what}:\n  replica 0: "
+                f"{lines[0]}\n  replica {replica}: {other}\n"
+                "All replicas must build the same model and strategy, with an example of the same shapes, and take "
+                "each step alike; only the batches that they are given may differ."
+            )
+
+
+def _encoded(line: str) -> Tensor:
+    text = line.encode()[:_TEXT]
+    encoded = torch.zeros(_TEXT, dtype=torch.uint8)
+    encoded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return encoded
+
+
+def _decoded(encoded: Tensor) -> str:
+    return bytes(encoded.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def compare_batches(transport: Transport, leaves: Sequence[Tensor]) -> Work[None]:
@@ -79,10 +106,12 @@ def compare_batches(transport: Transport, leaves: Sequence[Tensor]) -> Work[None
     for rank, row in enumerate(rows):
         if row.tolist() != rows[0].tolist():
             what = "of other shapes" if int(row[0]) != int(rows[0][0]) else "with other values"
+            number, there, first = (transport.ranks[r] for r in (transport.rank, rank, 0))
             raise DisagreementError(
-                f"rank {transport.rank}: rank {rank} was given a batch {what} than rank 0 (here: {shapes}). "
+                f"rank {number}: rank {there} was given a batch {what} than rank {first} (here: {shapes}). "
                 "Every rank of a pipeline takes the "
-                "same batch: seed the data loader alike, and don't shard it over the pipeline's ranks."
+                'same batch: seed the data loader alike, and shard it over replicas ("dp"), not over the pipeline\'s '
+                "ranks."
             )
 
 

@@ -7,6 +7,8 @@ move (new versions are outputs).
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
@@ -79,11 +81,14 @@ def time_programs(
     leaves: Sequence[Tensor],
     rounds: int = 3,
 ) -> dict[str, float]:
-    """{structure: seconds} of the programs of these chunks; the best of `rounds` after one that warms up.
+    """{structure: seconds} of the programs of these chunks; the median of `rounds` after one that warms up. One that
+    raises on made-up values isn't among them.
 
     leaves: those of one micro-batch; meta ones count as zeros.
     """
     real = [torch.zeros_like(t, device=store.device) if t.is_meta else t.to(store.device) for t in leaves]
+    if programs.means is not None:
+        real += [torch.ones((), dtype=dtype, device=store.device) for dtype in programs.means.dtypes]
     times: dict[str, float] = {}
     with torch.no_grad():
         for chunk in chunks:
@@ -93,30 +98,48 @@ def time_programs(
 
 
 class _Chunk:
+    """Runs one chunk as the steady state of 1F1B does, F of the next micro-batch before the backward of this one: so
+    each job finds its values as cold as in a step, where other work came between. Repeating one program by itself
+    finds everything in the caches and promises too much."""
+
     def __init__(self, store: Store, programs: ProgramSet, chunk: int, leaves: Sequence[Tensor]) -> None:
         self.store = store
         self.programs = programs
         self.chunk = chunk
         self.leaves = leaves
         self.values: dict[str, Any] = {}
+        self.seconds: dict[str, list[float]] = defaultdict(list)
 
     def time(self, times: dict[str, float], rounds: int) -> None:
         order: tuple[Kind, ...] = ("F", "X", "B", "W")
-        for kind in order:
-            program = self.programs.programs.get((kind, self.chunk))
-            if program is None or program.empty:
-                continue
-            # B's outputs are W's inputs, so a program whose time is known still runs once
-            known = program.structure in times
-            for round_ in range(1 if known else rounds + 1):
-                arguments = [self._argument(program, i) for i in range(len(program.inputs))]
-                self._wait()
-                begin = perf_counter()
+        found = (self.programs.programs.get((kind, self.chunk)) for kind in order)
+        mine = [p for p in found if p is not None and not p.empty]
+        if all(p.structure in times for p in mine):
+            return
+        forward = [p for p in mine if p.kind == "F"]
+        backward = [p for p in mine if p.kind != "F"]
+        waiting: dict[str, Any] = {}
+        for round_ in range(rounds + 2):
+            self.values = {}
+            self._run(forward)
+            self.values, waiting = waiting, self.values
+            if round_:
+                self._run(backward)
+        times.update({n: statistics.median(seen[1:]) for n, seen in self.seconds.items() if len(seen) > 1})
+
+    def _run(self, programs: Sequence[SubProgram]) -> None:
+        for program in programs:
+            arguments = [self._argument(program, i) for i in range(len(program.inputs))]
+            self._wait()
+            begin = perf_counter()
+            try:
                 outputs = program.call(arguments)
-                self._wait()
-                seconds = perf_counter() - begin
-                if round_ > 0:
-                    times[program.structure] = min(seconds, times.get(program.structure, seconds))
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError):
+                continue  # made-up values may be refused, as a singular matrix is: it stays untimed
+            self._wait()
+            self.seconds[program.structure].append(perf_counter() - begin)
             self.values.update(zip(program.outputs, outputs, strict=True))
 
     def _argument(self, program: SubProgram, position: int) -> Any:

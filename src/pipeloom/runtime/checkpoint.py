@@ -16,26 +16,28 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from .folders import agreed, by_replicas, placed, whole_folder
 from .parameters import ParameterStore
+from .replicas import Alone, Replicas
 from .transport import Transport
 from .update import Updater
 
 FORMAT = 1
 _MODEL, _STATE, _OPTIONS, _TRAINING = "model.", "optimizer.state.", "optimizer.options.", "training"
+#: torch's remark on a checkpoint without a process group
+_ALONE = ".*assuming the intent is to (save|load) in a single process.*"
 #: how an optimizer computes, not what: left as the loading run has them
 _NOT_RESTORED = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -51,6 +53,7 @@ class Stage(Protocol):
     store: ParameterStore
     updater: Updater
     transport: Transport
+    replicas: Replicas
     steps: int
 
     @property
@@ -58,48 +61,49 @@ class Stage(Protocol):
 
 
 def save(stages: Stage | Sequence[Stage], folder: str | os.PathLike[str]) -> None:
-    """Write the state of all ranks to `folder`. stages: this rank's, or, in one process, all of them.
+    """Write the state of all ranks to `folder`. stages: this rank's, or, in one process, all of one pipeline.
 
-    A collective call. An older checkpoint at `folder` is replaced. Raises OSError where it can't be written, ValueError
-    for scheduler or optimizer state that is neither a tensor nor JSON.
+    A collective call of all ranks and replicas (which hold the same; replica 0 writes). An older checkpoint at `folder`
+    is replaced. Raises OSError where it can't be written, ValueError for scheduler or optimizer state that is neither a
+    tensor nor JSON.
     """
-    given = _several(stages)
-    group = given[0].transport.process_group
-    place = Path(folder).absolute()
-    partial = place.with_name(f".{place.name}.partial")
-    state: dict[str, Tensor] = {}
-    for stage in given:
-        state |= _owned(stage)
-    with _together(group, "make its folder") as first:
-        if first:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*assuming the intent is to (save|load) in a single process.*"
-        )
+    given, place = _several(stages), Path(folder).absolute()
+    replicas = replicas_of(stages)
+    with by_replicas(replicas, "save the checkpoint"):
+        if replicas.index == 0:
+            _save(given, place)
+
+
+def _save(stages: Sequence[Stage], place: Path) -> None:
+    group = stages[0].transport.process_group
+    with placed(group, place) as partial, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ALONE)
+        state: dict[str, Tensor] = {}
+        for stage in stages:
+            state |= _owned(stage)
         dcp_save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
-    with _together(group, "move it to its place") as first:
-        if first:
-            _put_in_place(partial, place)
 
 
 def load(stages: Stage | Sequence[Stage], folder: str | os.PathLike[str]) -> None:
-    """Read what `save` wrote, into a pipeline cut in any way. A collective call.
+    """Read what `save` wrote, into a pipeline cut in any way. A collective call of all ranks and replicas, which each
+    read all of their state; nobody goes on before all have it.
 
-    Raises FileNotFoundError where there is no checkpoint, ValueError where it doesn't fit the model.
+    Raises FileNotFoundError where there is no checkpoint, ValueError where it doesn't fit the model; OSError on ranks
+    and replicas for which it would have fitted, where it doesn't for another.
     """
-    given = _several(stages)
-    group = given[0].transport.process_group
-    reader = FileSystemReader(_found(Path(folder).absolute()))
-    sizes = _sizes(reader)
-    for stage in given:
-        template = _wanted(stage, sizes, folder)
+    with by_replicas(replicas_of(stages), "load the checkpoint"):
+        _load(_several(stages), Path(folder).absolute())
+
+
+def _load(stages: Sequence[Stage], place: Path) -> None:
+    group = stages[0].transport.process_group
+    with agreed(group, f"{place}: another rank can't load it"):
+        reader = FileSystemReader(whole_folder(place, ".metadata"))
+        sizes = _sizes(reader)
+        templates = [_wanted(stage, sizes, place) for stage in stages]
+    for stage, template in zip(stages, templates, strict=True):
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*assuming the intent is to (save|load) in a single process.*"
-            )
+            warnings.filterwarnings("ignore", message=_ALONE)
             dcp_load(template, storage_reader=reader, process_group=group, no_dist=group is None)
         _apply(stage, template)
 
@@ -122,7 +126,7 @@ def state_dict(stage: Stage) -> dict[str, Any]:
 def load_state_dict(stage: Stage, state: Mapping[str, Any]) -> None:
     """Takes what `state_dict` gives, from this or any other cut; names of other stages are passed over."""
     store = stage.store
-    held = _tensors(store, held=True)
+    held = tensors_of(store, held=True)
     missing = sorted(set(held) - set(state["model"]))
     if missing:
         raise ValueError(
@@ -145,7 +149,7 @@ def load_state_dict(stage: Stage, state: Mapping[str, Any]) -> None:
 # -- what is saved
 
 
-def _tensors(store: ParameterStore, held: bool) -> dict[str, Tensor]:
+def tensors_of(store: ParameterStore, held: bool = False) -> dict[str, Tensor]:
     """Parameters by first name and persistent buffers: those that this stage owns, or all that it holds."""
     saved = store.module.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
@@ -160,7 +164,7 @@ def _tensors(store: ParameterStore, held: bool) -> dict[str, Tensor]:
 
 def _owned(stage: Stage, held: bool = False) -> dict[str, Tensor]:
     store, updater = stage.store, stage.updater
-    state = {_MODEL + name: tensor for name, tensor in _tensors(store, held).items()}
+    state = {_MODEL + name: tensor for name, tensor in tensors_of(store, held).items()}
     if updater.optimizer is not None:
         options = _options_of(updater.optimizer)
         for name, parameter in store.trainable():
@@ -241,20 +245,20 @@ def _tensor_again(entry: dict[str, Any]) -> Any:
 
 
 def _sizes(reader: FileSystemReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    found: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    sizes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for key, entry in reader.read_metadata().state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            found[key] = (entry.size, entry.properties.dtype)
-    return found
+            sizes[key] = (entry.size, entry.properties.dtype)
+    return sizes
 
 
 def _wanted(
-    stage: Stage, sizes: dict[str, tuple[torch.Size, torch.dtype]], folder: str | os.PathLike[str]
+    stage: Stage, sizes: dict[str, tuple[torch.Size, torch.dtype]], folder: Path
 ) -> dict[str, Tensor]:
     """Tensors to read into: the model's own, and new ones for the optimizer."""
     store = stage.store
     template: dict[str, Tensor] = {}
-    for name, tensor in _tensors(store, held=True).items():
+    for name, tensor in tensors_of(store, held=True).items():
         key = _MODEL + name
         if key not in sizes:
             raise ValueError(f"the checkpoint in {folder} has no {name!r}, which the model has")
@@ -339,55 +343,10 @@ def _make_state(optimizer: torch.optim.Optimizer | None) -> None:
             own["step"].zero_()
 
 
-# -- folders
+def _several(stages: Stage | Sequence[Stage]) -> Sequence[Stage]:
+    return stages if isinstance(stages, Sequence) else [stages]
 
 
-class _together:
-    """Rank 0 does what stands inside; an error there is an error on every rank."""
-
-    def __init__(self, group: dist.ProcessGroup | None, what: str):
-        self._group = group
-        self._what = what
-        self._first = group is None or dist.get_rank(group) == 0
-
-    def __enter__(self) -> bool:
-        return self._first
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if self._group is None:
-            return
-        failed = torch.tensor([int(kind is not None)])
-        dist.broadcast(failed, group=self._group, group_src=0)
-        if int(failed) and not self._first:
-            raise OSError(f"rank 0 could not save the checkpoint: it failed to {self._what}")
-
-
-def _put_in_place(partial: Path, place: Path) -> None:
-    _sync(partial)
-    old = place.with_name(f".{place.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    partial.rename(place)
-    _sync(place.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _found(place: Path) -> Path:
-    """The checkpoint at a place; the one before it, if a save was cut off between its two renames."""
-    for candidate in (place, place.with_name(f".{place.name}.old")):
-        if (candidate / ".metadata").exists():
-            return candidate
-    raise FileNotFoundError(f"there is no checkpoint in {place}")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _several(stages: Stage | Sequence[Stage]) -> list[Stage]:
-    return list(stages) if isinstance(stages, Sequence) else [stages]
+def replicas_of(stages: Stage | Sequence[Stage]) -> Replicas:
+    """Those that wait for each other: in one process, where one pipeline is given at a time, nobody."""
+    return Alone() if isinstance(stages, Sequence) else stages.replicas

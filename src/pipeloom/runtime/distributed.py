@@ -14,6 +14,7 @@ that timed out closes the pair for good; `wait()` raises when the peer's socket 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic
@@ -51,7 +52,7 @@ class _DistributedReceive:
         return self._buffer
 
     def __str__(self) -> str:
-        return f"{self._what} from rank {self._peer}"
+        return f"{self._what} from rank {self._owner.ranks[self._peer]}"
 
 
 class DistributedTransport:
@@ -61,7 +62,7 @@ class DistributedTransport:
     sockets closed, and `abort` relies on that (Gloo's own abort closes nothing, and wakes nobody). device:
     where received tensors lie. timeout: seconds a single wait may take. pair_groups: one group for each
     (sender, receiver, channel), needed where the backend has no tags; creating them is a collective call of
-    all ranks of the default group.
+    all ranks of the default group. ranks: what errors call the group's ranks, if not 0, 1, ….
     """
 
     shares_clock = False
@@ -72,15 +73,18 @@ class DistributedTransport:
         device: torch.device | str = "cpu",
         timeout: float = DEFAULT_TIMEOUT,
         pair_groups: bool | None = None,
+        ranks: Sequence[int] | None = None,
     ):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.ranks: Sequence[int] = range(self.size) if ranks is None else ranks
         self._group: dist.ProcessGroup | None = group
         self._device = torch.device(device)
         self._timeout = timeout
         #: everything under way, by number: kept here alone, because a Work keeps its group's sockets open
         self._works: dict[int, dist.Work] = {}
-        self._started = 0
+        #: numbers of transfers; a counter that several threads may draw from
+        self._numbers = itertools.count(1)
         self._sends: dict[int, tuple[Tensor, int, str]] = {}
         self._pairs: dict[tuple[int, int, Channel], dist.ProcessGroup] = {}
         if pair_groups if pair_groups is not None else dist.get_backend(group) == "nccl":
@@ -99,7 +103,7 @@ class DistributedTransport:
         try:
             number = self._start(dist.irecv(buffer, group=group, group_src=source, tag=tag))
         except RuntimeError as error:
-            raise TransferError(self.rank, peer, what, describe(error)) from error
+            raise self._error(peer, what, describe(error)) from error
         return _DistributedReceive(self, peer, what, buffer, number)
 
     def send(self, peer: int, channel: Channel, tag: int, tensor: Tensor) -> int:
@@ -108,7 +112,7 @@ class DistributedTransport:
         try:
             number = self._start(dist.isend(tensor, group=group, group_dst=target, tag=tag))
         except RuntimeError as error:
-            raise TransferError(self.rank, peer, what, describe(error)) from error
+            raise self._error(peer, what, describe(error)) from error
         self._sends[number] = (tensor, peer, what)
         return number
 
@@ -125,14 +129,14 @@ class DistributedTransport:
         """Wait for one transfer of this rank. Raises TransferError."""
         work = self._works.pop(number, None)
         if work is None:
-            raise TransferError(self.rank, peer, what, "the connections were closed")
+            raise self._error(peer, what, "the connections were closed")
         began = monotonic()
         try:
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             late = monotonic() - began >= 0.9 * self._timeout
             reason = f"nothing moved for {self._timeout:g} s (the time-out)" if late else describe(error)
-            raise TransferError(self.rank, peer, what, reason, timed_out=late) from error
+            raise self._error(peer, what, reason, late) from error
         finally:
             del work  # or a traceback would keep the sockets open
 
@@ -155,18 +159,21 @@ class DistributedTransport:
             self.flush()
             self.abort()
 
+    def _error(self, peer: int, what: str, reason: str, timed_out: bool = False) -> TransferError:
+        return TransferError(self.ranks[self.rank], self.ranks[peer], what, reason, timed_out)
+
     def _start(self, work: dist.Work | None) -> int:
         assert work is not None
-        self._started += 1
-        self._works[self._started] = work
-        return self._started
+        number = next(self._numbers)
+        self._works[number] = work
+        return number
 
     def _way(
         self, sender: int, receiver: int, channel: Channel, peer: int, what: str
     ) -> tuple[dist.ProcessGroup, int]:
         """The group that carries a message, and the peer's number in it."""
         if self._group is None:
-            raise TransferError(self.rank, peer, what, "the connections were closed")
+            raise self._error(peer, what, "the connections were closed")
         pair = self._pairs.get((sender, receiver, channel))
         if pair is None:
             return self._group, peer

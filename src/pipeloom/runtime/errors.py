@@ -8,6 +8,8 @@ StuckError     in-memory ranks all wait for messages that nobody will send
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class StepError(RuntimeError):
     """The root of everything that a running step raises by itself."""
@@ -23,19 +25,30 @@ class JobError(StepError):
 
 
 class TransferError(StepError):
-    """A message failed. `peer` is the other rank; `timed_out` tells a stalled peer from a closed connection."""
+    """A message failed. `peer` is the other rank; `timed_out` tells a stalled peer from a closed connection. others:
+    ranks that may be to blame as well as the peer, in what more than two ranks do together."""
 
-    def __init__(self, rank: int, peer: int, what: str, reason: str, timed_out: bool = False):
-        super().__init__(f"rank {rank}: {what} (peer: rank {peer}): {reason}")
+    def __init__(
+        self,
+        rank: int,
+        peer: int,
+        what: str,
+        reason: str,
+        timed_out: bool = False,
+        others: Sequence[int] = (),
+    ):
+        peers = f"peer: rank {peer}" if not others else f"peers: ranks {', '.join(map(str, (peer, *others)))}"
+        super().__init__(f"rank {rank}: {what} ({peers}): {reason}")
         self.rank = rank
         self.peer = peer
         self.what = what
         self.reason = reason
         self.timed_out = timed_out
+        self.others = tuple(others)
 
     def during(self, what: str) -> TransferError:
         """The same failure with a better name for the message, known to the caller alone."""
-        return TransferError(self.rank, self.peer, what, self.reason, self.timed_out)
+        return TransferError(self.rank, self.peer, what, self.reason, self.timed_out, self.others)
 
 
 class PeerError(StepError):

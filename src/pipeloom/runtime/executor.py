@@ -20,13 +20,15 @@ from torch import Tensor
 from ..program.subprogram import ProgramSet
 from ..schedules.jobs import LoweredJob, Phase
 from . import tags
+from .compile_jobs import compile_jobs
 from .completions import MessageId
 from .errors import JobError, StepError, TransferError
 from .gradients import finalize
 from .measure import Recorder
 from .parameters import ParameterStore
+from .replicas import Alone, Pending, Replicas
 from .result import StepResult, in_order
-from .static_plan import Item, Message, Run, Share, StaticPlan, compile_jobs
+from .static_plan import Item, Message, Reduce, Run, Share, StaticPlan
 from .stepping import Work, arrive
 from .transport import Receive, Transport
 from .update import Updater
@@ -41,8 +43,9 @@ class Executor:
     stage. updater: what the "update" phase does; None where the list has none (evaluation). average: False
     makes the loss a sum over micro-batches and leaves gradients unscaled (gradient_merge "sum"). overlap:
     False waits for each send before the next job (enable_send_recv_overlap). lists: the lowered jobs of all
-    stages, by which sent tensors are freed as soon as they are known to have arrived. Executors of one stage (other
-    shapes, evaluation) share the store, the transport and the updater.
+    stages, by which sent tensors are freed as soon as they are known to have arrived. replicas: of this stage; reduced:
+    the stage's chunks in the order in which their gradients are summed over them. Executors of one stage (other
+    shapes, evaluation) share the store, the transport, the replicas and the updater.
     """
 
     def __init__(
@@ -58,12 +61,15 @@ class Executor:
         average: bool = True,
         overlap: bool = True,
         lists: Sequence[Sequence[LoweredJob]] = (),
+        replicas: Replicas | None = None,
+        reduced: Sequence[int] = (),
     ):
-        self.plan: StaticPlan = compile_jobs(stage, jobs, program_sets, placement, store, lists)
+        self.plan: StaticPlan = compile_jobs(stage, jobs, program_sets, placement, store, lists, reduced)
         self.recorder = Recorder(self.plan)
         self._programs = program_sets[0]
         self._store = store
         self._transport = transport
+        self._replicas: Replicas = replicas or Alone()
         self._updater = updater
         self._average = average
         self._overlap = overlap
@@ -77,6 +83,7 @@ class Executor:
         keys: Sequence[Tensor],
         *,
         weights: Sequence[float] | None = None,
+        total: float | None = None,
         unscale: float = 1.0,
         update: bool = True,
     ) -> Work[StepResult]:
@@ -84,37 +91,50 @@ class Executor:
 
         batch[m]: the flat leaves of micro-batch m. tangents[m]: 0-dim, the seed of the backward, in the
         loss's dtype. keys[m]: 0-dim int64. weights: the micro-batches' weights, where they are known
-        beforehand (then the tangents hold weight/total); None: the programs make them, and finalize divides
-        by their total. unscale: 1/loss scale, if the tangents were multiplied by one. Raises JobError,
-        TransferError; ValueError for a batch that doesn't fit the plan.
+        beforehand (then the tangents hold weight/total, of all replicas); None: the programs make them, and finalize
+        divides by their total. total: of the known weights of all replicas, if there are others. unscale: 1/loss
+        scale, if the tangents were multiplied by one. Raises JobError, TransferError; ValueError for a batch that
+        doesn't fit the plan.
         """
         self._check(batch, tangents, keys, weights)
         if self._last is not None:
             self._last.settle()
         result = StepResult(self._programs.weight is not None, self._average, weights, len(batch))
         self._last = result
-        state = _Step(self, result, batch, tangents, keys, unscale, update)
-        current: object = ""
+        if total is None:
+            total = sum(weights or ())
+        step = Step(self, result, batch, tangents, keys, total, unscale, update)
         try:
             if self._trains:
                 self._store.begin_step()
-            state.expect_shares()
-            for index, item in enumerate(self.plan.items):
-                current = item
-                yield from state.timed(index, item)
-            current = "the end of the step"
-            state.write_buffers()
+            step.expect_shares()
+            yield from self._walk(step)
+            step.at = "the end of the step"
+            yield from step.write_buffers()
+            yield from step.share_result()
             self._transport.flush()
         except TransferError as error:
             self._last = None
-            raise error.during(self._where(current, error)) from error
+            raise error.during(self._where(step.at, error)) from error
         except StepError:
             self._last = None
             raise
         except Exception as error:
             self._last = None
-            raise JobError(self._transport.rank, _name(current), error) from error
+            number = self._transport.ranks[self._transport.rank]
+            raise JobError(number, _name(step.at), error) from error
         return result
+
+    def _walk(self, step: Step) -> Work[None]:
+        """The items of the plan, in order."""
+        for index, item in enumerate(self.plan.items):
+            step.at = item
+            yield from step.timed(index, item)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of values at the last step's worst moment, working memory included."""
+        return self.plan.peak_bytes
 
     def _where(self, current: object, error: TransferError) -> str:
         """What failed, in the words of the plan: the transfer, and the job that needed it."""
@@ -144,8 +164,8 @@ class Executor:
             raise ValueError("weights are needed: the programs of this loss don't make any")
 
 
-class _Step:
-    """The state of one step under way."""
+class Step:
+    """The state of one step under way. at: what it is doing, an item of the plan or words."""
 
     def __init__(
         self,
@@ -154,15 +174,18 @@ class _Step:
         batch: Sequence[Sequence[Any]],
         tangents: Sequence[Tensor],
         keys: Sequence[Tensor],
+        total: float,
         unscale: float,
         update: bool,
     ):
         plan = executor.plan
         self.executor = executor
+        self.at: object = ""
         self.plan = plan
         self.transport = executor._transport
         self.store = executor._store
         self.result = result
+        self.total = total
         self.unscale = unscale
         self.update = update
         self.scopes: list[Scope] = [[None] * size for size in plan.scopes]
@@ -177,12 +200,18 @@ class _Step:
         self.sent: dict[MessageId, list[int]] = {}
         self.losses: list[Tensor | None] = [None] * plan.micro_batches
         self.weights: list[Tensor | None] = [None] * plan.micro_batches
+        self.replicas = executor._replicas
+        #: sums over replicas under way: (item of the plan, what to wait for)
+        self.reductions: list[tuple[int, Pending]] = []
         self.recorder = executor.recorder
         self.recorder.begin()
 
     def timed(self, index: int, item: Item) -> Work[None]:
         self.recorder.start[index] = perf_counter()
-        yield from self.do(item)
+        if type(item) is Reduce:
+            self.reductions += [(index, self.replicas.reduce(f)) for f in self.store.summed(item.chunk)]
+        else:
+            yield from self.do(item)
         self.recorder.end[index] = perf_counter()
 
     def do(self, item: Item) -> Work[None]:
@@ -239,24 +268,34 @@ class _Step:
         ]
 
     def receive(self, message: Message) -> Work[None]:
-        receives = self.posted.pop(message.transfer.message)
-        scope = self.scopes[message.scope]
-        for receive, wire, slot in zip(receives, message.wires, message.slots, strict=True):
-            flat = yield from arrive(receive)
-            if slot >= 0:
-                scope[slot] = wire.unpack(flat)
+        flats = []
+        for receive in self.posted.pop(message.transfer.message):
+            flats.append((yield from arrive(receive)))  # noqa: PERF401 (no comprehension can yield)
+        self.unpack(message, flats)
         for done in message.completes:
             self.transport.complete(self.sent.pop(done, ()))
 
-    def send(self, message: Message) -> None:
-        peer = message.transfer.peer
+    def unpack(self, message: Message, flats: Sequence[Tensor]) -> None:
+        """What has arrived goes where its readers look for it."""
         scope = self.scopes[message.scope]
-        self.sent[message.transfer.message] = [
-            self.transport.send(peer, message.channel, message.tag + i, wire.pack(scope[slot]))
-            for i, (wire, slot) in enumerate(zip(message.wires, message.slots, strict=True))
-        ]
+        for flat, wire, slot in zip(flats, message.wires, message.slots, strict=True):
+            if slot >= 0:
+                scope[slot] = wire.unpack(flat)
+
+    def pack(self, message: Message) -> list[Tensor]:
+        """What a message carries, ready to be sent; freed here where nobody else reads it."""
+        scope = self.scopes[message.scope]
+        flats = [wire.pack(scope[slot]) for wire, slot in zip(message.wires, message.slots, strict=True)]
         for slot in message.drops:
             scope[slot] = None
+        return flats
+
+    def send(self, message: Message) -> None:
+        peer = message.transfer.peer
+        self.sent[message.transfer.message] = [
+            self.transport.send(peer, message.channel, message.tag + i, flat)
+            for i, flat in enumerate(self.pack(message))
+        ]
         if not self.executor._overlap:
             self.transport.flush()
 
@@ -294,12 +333,15 @@ class _Step:
     # -- the step's last jobs
 
     def finalize(self) -> Work[None]:
+        yield from self.reduce()
         factor: float | Tensor = self.unscale
         if self.result.weights_unknown:
             coming = self.result.weights_arrive_by
             if coming is not None:
                 yield from arrive(coming)
             total = in_order(self.result.weights)
+            if self.replicas.size > 1:
+                total = in_order((yield from arrive(self.replicas.gather(total))))
             if float(total) == 0.0:
                 self.result.skipped = True
                 self.store.clear()
@@ -307,9 +349,15 @@ class _Step:
                 return
             if self.executor._average:
                 factor = (self.unscale / total).to(self.store.device)
-        elif not self.result.weight:
+        elif not self.total:
             self.result.skipped = True
         yield from finalize(self.store, self.transport, factor)
+
+    def reduce(self) -> Work[None]:
+        """Wait for the sums over replicas."""
+        for index, reduction in self.reductions:
+            yield from arrive(reduction)
+            self.recorder.end[index] = max(self.recorder.end[index], reduction.finished)
 
     def run_update(self) -> Work[None]:
         updater = self.executor._updater
@@ -317,10 +365,24 @@ class _Step:
             raise ValueError("the job list has an update, but the executor was given no updater")
         yield from updater.run(self.result)
 
-    def write_buffers(self) -> None:
-        """The last versions of the buffers go into the module."""
+    def write_buffers(self) -> Work[None]:
+        """The last versions of the buffers go into the module; after a training step, replica 0's to all replicas."""
+        coming = []
         for name in self.plan.written_buffers:
-            self.store.buffers[name].copy_(self.buffers[name])
+            buffer = self.store.buffers[name].copy_(self.buffers[name])
+            if self.executor._trains and self.replicas.size > 1:
+                coming.append(self.replicas.broadcast(buffer))
+        for receive in coming:
+            yield from arrive(receive)
+
+    def share_result(self) -> Work[None]:
+        """What the replicas' losses come to, for all of them."""
+        if self.replicas.size == 1:
+            return
+        for coming in (self.result.losses_arrive_by, self.result.weights_arrive_by):
+            if coming is not None:
+                yield from arrive(coming)
+        self.result.parts_from(self.replicas.gather(self.result.part))
 
 
 def _joined(values: Sequence[Tensor | None], what: str) -> Tensor:
@@ -337,4 +399,6 @@ def _name(item: object) -> str:
         return str(item.transfer)
     if isinstance(item, Share):
         return "sharing the losses"
+    if isinstance(item, Reduce):
+        return f"reducing the gradients of chunk {item.chunk}"
     return str(item) or "the start of the step"

@@ -22,6 +22,8 @@ from .transport import Transport
 
 _ACKNOWLEDGE_SECONDS = 3.0
 _RECORD_SECONDS = 0.5
+#: the same where several ranks may be to blame, and those who know better may need a moment to say so
+_UNSURE_SECONDS = 3.0
 _POLL_SECONDS = 0.02
 _KEY = "failure"
 _SEEN = "failure/seen"
@@ -42,14 +44,20 @@ class Store(Protocol):
 
 
 class FailureWatch:
-    """Guards the steps of one rank. `store`: shared by the ranks of this pipeline and by nobody else (a
-    PrefixStore).
+    """Guards the steps of one rank. store: shared by the ranks of this pipeline and its replicas, and by nobody else
+    (a PrefixStore). members: how many ranks these are; None: the transport's.
     """
 
-    def __init__(self, store: Store, transport: Transport):
+    def __init__(self, store: Store, transport: Transport, members: int | None = None):
         self._store = store
-        self._transport = transport
+        self._rank = transport.ranks[transport.rank]
+        self._members = transport.size if members is None else members
         self._failed: str | None = None
+        self._closes: list[Callable[[], None]] = [transport.abort]
+
+    def also_closes(self, abort: Callable[[], None]) -> None:
+        """Has further connections of this pipeline closed when it fails."""
+        self._closes.append(abort)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -65,42 +73,52 @@ class FailureWatch:
             peer_error = self._blame(error)
             self._failed = str(peer_error)
             raise peer_error from error
+        except PeerError as error:  # the rank that failed has told this one already, and waits for nobody
+            self._failed = str(error)
+            self._ask(lambda: self._store.add(_SEEN, 1), 0)
+            self._close()
+            raise
         except BaseException as error:
             self._failed = describe(error)
             self._tell(error)
             raise
+
+    def _close(self) -> None:
+        for close in self._closes:
+            close()
 
     def _tell(self, error: BaseException) -> None:
         job = error.job if isinstance(error, JobError) else ""
         cause = (
             describe(error.__cause__) if isinstance(error, JobError) and error.__cause__ else describe(error)
         )
-        self._record(self._transport.rank, job, cause)
-        self._transport.abort()
+        self._record(self._rank, job, cause)
+        self._close()
         deadline = monotonic() + _ACKNOWLEDGE_SECONDS
         while monotonic() < deadline:
-            seen = self._ask(lambda: self._store.add(_SEEN, 0), self._transport.size)
-            if seen >= self._transport.size - 1:
+            seen = self._ask(lambda: self._store.add(_SEEN, 0), self._members)
+            if seen >= self._members - 1:
                 return
             sleep(_POLL_SECONDS)
 
     def _blame(self, error: TransferError) -> PeerError:
         """Who is to blame for a broken transfer; tells those who wait for this rank."""
-        rank = self._transport.rank
-        record = self._find()
+        rank = self._rank
+        record = self._find(_UNSURE_SECONDS if error.others else _RECORD_SECONDS)
         if record is None:
             if error.timed_out:
                 cause = f"it has stalled: rank {rank} waited for {error.what}; {error.reason}"
             else:
-                cause = f"its process is gone or has left the pipeline ({error.reason})"
+                others = f" (or that of rank {', '.join(map(str, error.others))})" if error.others else ""
+                cause = f"its process{others} is gone or has left the pipeline ({error.reason})"
             record = self._record(error.peer, "", cause)
         self._ask(lambda: self._store.add(_SEEN, 1), 0)
-        self._transport.abort()
+        self._close()
         failed_rank, job, cause = record
         return PeerError(rank, failed_rank, job, cause, f"rank {rank} was at: {error.what}")
 
-    def _find(self) -> tuple[int, str, str] | None:
-        deadline = monotonic() + _RECORD_SECONDS
+    def _find(self, seconds: float) -> tuple[int, str, str] | None:
+        deadline = monotonic() + seconds
         while True:
             if self._ask(lambda: self._store.check([_KEY]), False):
                 return self._ask(lambda: _parsed(self._store.get(_KEY)), None)

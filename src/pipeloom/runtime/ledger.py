@@ -17,6 +17,8 @@ class Ledger:
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
+        #: the most since `top_since` was last asked
+        self._top = 0
         self._memory: dict[Value, Memory] = {}
         self._users: dict[Memory, int] = {}
         self._bytes: dict[Memory, int] = {}
@@ -29,7 +31,7 @@ class Ledger:
         grown = max(nbytes - self._bytes.get(memory, 0), 0)
         self._bytes[memory] = self._bytes.get(memory, 0) + grown
         self.now += grown
-        self.peak = max(self.peak, self.now)
+        self.during(0)
 
     def share(self, value: Value, with_: Value) -> None:
         """Another name for the memory of a value that is there; it stays until both are dropped."""
@@ -48,3 +50,9 @@ class Ledger:
 
     def during(self, extra: int) -> None:
         self.peak = max(self.peak, self.now + extra)
+        self._top = max(self._top, self.now + extra)
+
+    def top_since(self) -> int:
+        """The most bytes at any moment since this was last asked."""
+        top, self._top = self._top, self.now
+        return top

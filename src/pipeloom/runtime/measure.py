@@ -16,22 +16,24 @@ from torch import Tensor
 from ..schedules.jobs import Phase
 from ..schedules.timeline import Flow, Span, Timeline
 from . import tags
-from .static_plan import Message, Run, StaticPlan
+from .static_plan import Message, Reduce, Run, StaticPlan
 from .stepping import Work, arrive, exchange
 from .transport import Transport
 
 _PINGS = 8
-_KINDS = ("F", "B", "W", "X", "finalize", "update", "wait", "post", "recv", "send")
+_KINDS = ("F", "B", "W", "X", "finalize", "update", "wait", "post", "recv", "send", "reduce")
 _FIELDS = 10
 
 
 class Recorder:
-    """start[i], end[i]: perf_counter when item i of the plan began and ended."""
+    """start[i], end[i]: perf_counter when item i of the plan began and ended. live[i]: bytes of values alive after
+    it."""
 
     def __init__(self, plan: StaticPlan):
         self.plan = plan
         self.start = [0.0] * len(plan.items)
         self.end = [0.0] * len(plan.items)
+        self.live = list(plan.live_bytes)
         self.began = 0.0
 
     def begin(self) -> None:
@@ -44,9 +46,7 @@ class Recorder:
         direction, live bytes (those that are always alive, `resident`, among them); float64, shape (n, 10).
         Times are rank 0's perf_counter. The first row holds the start of the step."""
         rows = [[-1.0] * 5 + [self.began + offset] * 2 + [0.0] * 2 + [float(resident)]]
-        for item, start, end, live in zip(
-            self.plan.items, self.start, self.end, self.plan.live_bytes, strict=True
-        ):
+        for item, start, end, live in zip(self.plan.items, self.start, self.end, self.live, strict=True):
             if not end:
                 continue
             times = [start + offset, end + offset]
@@ -54,6 +54,8 @@ class Recorder:
             if isinstance(item, Run):
                 job = item.job
                 rows.append([_KINDS.index(job.kind), job.chunk, -1, job.micro_batch, -1, *times, 0, 0, live])
+            elif isinstance(item, Reduce):
+                rows.append([_KINDS.index("reduce"), item.chunk, -1, -1, -1, *times, 0, 0, live])
             elif isinstance(item, Phase):
                 rows.append([_KINDS.index(item.name), -1, -1, -1, -1, *times, 0, 0, live])
             elif isinstance(item, Message):

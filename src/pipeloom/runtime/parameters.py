@@ -10,8 +10,8 @@ tensors in their place. Gives:
 
 Gradients of a chunk lie in one flat buffer a dtype, and `.grad` is a view of it, so that scaling, clipping
 and reducing are one operation a buffer. Where all slots of a parameter lie on this rank, its first slot *is*
-the `.grad` view; other slots (a parameter used twice, or tied under two names) have flat accumulators of
-their own.
+the `.grad` view, in the buffer of that slot's chunk; other slots (a parameter used twice, or tied under two names)
+have flat accumulators of their own, and views that are no slots lie in buffers apart.
 
 Views start at multiples of 64 bytes: matrix kernels may round differently at other alignments, and gradients
 are to be bit-equal for every cut of the model.
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..program.subprogram import GradientSlot, ProgramSet
+from .initial import Initial
 
 _ALIGNMENT = 64
 
@@ -63,7 +64,8 @@ class ParameterStore:
     """What stage `stage` holds of `module`.
 
     placement[chunk] -> stage. release False keeps other stages' parameters (one process, one stage). Ranks of
-    one process need a copy of the module each: a parameter has one `.grad`.
+    one process need a copy of the module each: a parameter has one `.grad`. initial: gives tensors on the meta device
+    their values (a parameter there becomes a new one), and takes others from files.
     Raises ValueError for a name that the module doesn't have, or a parameter of this stage without values
     (meta).
     """
@@ -76,6 +78,7 @@ class ParameterStore:
         stage: int,
         device: torch.device | str = "cpu",
         release: bool = True,
+        initial: Initial | None = None,
     ):
         self.module = module
         self.stage = stage
@@ -87,7 +90,8 @@ class ParameterStore:
         first: dict[int, str] = {}
         for name, parameter in named.items():
             self.first_name[name] = first.setdefault(id(parameter), name)
-        holders = self._holders(programs, placement, named)
+        #: first name -> the stages that hold the parameter, ascending: those whose chunks use it
+        self.holders = holders = self._holders(programs, placement, named)
         self.order = list(dict.fromkeys(self.first_name.values()))
         #: first names of the parameters that get a gradient, on any stage
         self.trained = {self.first_name[slot.parameter] for slot in programs.slots}
@@ -104,6 +108,11 @@ class ParameterStore:
         if release:
             _release(module, {id(named[n]) for n in holders if n not in mine})
             _release_buffers(module, {id(named_buffers[n]) for n in buffer_holders if n not in my_buffers})
+        # what no chunk reads in training may be read in evaluation, by whichever stage: every stage keeps it
+        mine |= set(self.order) - set(holders)
+        my_buffers |= set(named_buffers) - set(buffer_holders)
+        if initial is not None:
+            self._initialise(initial.values([*sorted(mine), *sorted(my_buffers)]), named)
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in named.items():
             if self.first_name[name] in mine:
@@ -113,6 +122,7 @@ class ParameterStore:
         self.gradients: list[Gradient] = []
         self._flat_gradients: list[Tensor] = []
         self._flat_extras: list[Tensor] = []
+        self._summed: dict[int, list[Tensor]] = {}
         self._place_gradients(programs, placement, holders)
         self._left_over = False
         self._carried: list[Tensor] | None = None
@@ -172,6 +182,10 @@ class ParameterStore:
 
     # -- what others ask
 
+    def summed(self, chunk: int) -> list[Tensor]:
+        """The flat buffers into which the W's of a chunk sum: all of them, and nothing else."""
+        return self._summed.get(chunk, [])
+
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) pairs for the optimizer, in model order: what gets a gradient and is held here."""
         return [(g.name, g.parameter) for g in self.gradients]
@@ -203,12 +217,26 @@ class ParameterStore:
                 stages.setdefault(self.first_name[name], set()).add(placement[chunk])
         return {name: sorted(found) for name, found in stages.items()}
 
+    def _initialise(self, values: dict[str, Tensor], named: dict[str, nn.Parameter]) -> None:
+        """Put values into this stage's tensors, by first name; `named` gets the parameters that are new."""
+        new: dict[int, nn.Parameter] = {}
+        for name, value in values.items():
+            if name not in named:
+                path, _, last = name.rpartition(".")
+                setattr(self.module.get_submodule(path), last, value.to(self.device))
+            elif named[name].is_meta:
+                old = named[name]
+                new[id(old)] = nn.Parameter(value.to(self.device), requires_grad=old.requires_grad)
+            else:
+                named[name].data.copy_(value)
+        _replace(self.module, new)
+        named.update({name: new[id(p)] for name, p in named.items() if id(p) in new})
+
     def _moved(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} belongs to stage {self.stage} but has no values (it is on the "
-                "meta device): give the module values before compile, e.g. module.to_empty(device=...) and "
-                "initialise them"
+                "meta device): build the model with pipeloom.deferred, or pass weights= to compile"
             )
         if parameter.device != self.device:
             parameter.data = parameter.data.to(self.device)
@@ -241,18 +269,18 @@ class ParameterStore:
             if places is None or self.stage not in holders[name]:
                 continue
             places.sort(key=lambda p: (p.slot.index, p.slot.name))
-            parameter = self.parameters[name]
-            here = [p.slot.chunk for p in places if p.stage == self.stage]
-            chunk = min(here, default=-1)
-            gradients.want(name, (chunk, parameter.dtype), parameter.shape)
-            alone = len(here) == len(places) and len(holders[name]) == 1
+            parameter, first = self.parameters[name], places[0].slot
+            alone = holders[name] == [self.stage] and first.dtype == parameter.dtype
+            gradients.want(name, (first.chunk if alone else -1, parameter.dtype), parameter.shape)
             for number, place in enumerate(places):
-                first_is_view = number == 0 and alone and place.slot.dtype == parameter.dtype
-                if place.stage == self.stage and not first_is_view:
+                if place.stage == self.stage and not (alone and number == 0):
                     extras.want(place.slot.name, (place.slot.chunk, place.slot.dtype), place.slot.shape)
             wanted.append((name, places, position))
         views, slots = gradients.build(), extras.build()
-        self._flat_gradients, self._flat_extras = gradients.flats, extras.flats
+        self._flat_gradients, self._flat_extras = list(gradients.flats.values()), list(extras.flats.values())
+        for (chunk, _), flat in (*gradients.flats.items(), *extras.flats.items()):
+            self._summed.setdefault(chunk, []).append(flat)
+        self._summed.pop(-1, None)
         for name, places, position in wanted:
             for place in places:
                 if place.stage == self.stage:
@@ -267,7 +295,7 @@ class _Arena:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.flats: list[Tensor] = []
+        self.flats: dict[tuple[int, torch.dtype], Tensor] = {}
         self._wanted: dict[tuple[int, torch.dtype], list[tuple[str, tuple[int, ...], int]]] = {}
         self._sizes: dict[tuple[int, torch.dtype], int] = {}
 
@@ -281,7 +309,7 @@ class _Arena:
         views: dict[str, Tensor] = {}
         for key, parts in sorted(self._wanted.items(), key=lambda item: (item[0][0], str(item[0][1]))):
             flat = torch.zeros(self._sizes[key], dtype=key[1], device=self.device)
-            self.flats.append(flat)
+            self.flats[key] = flat
             for name, shape, start in parts:
                 views[name] = flat[start : start + torch.Size(shape).numel()].view(shape)
         return views
@@ -300,14 +328,20 @@ def _buffer_holders(
 
 
 def _release(module: nn.Module, identities: set[int]) -> None:
-    empty: dict[int, nn.Parameter] = {}
+    parameters = {id(p): p for p in module.parameters() if id(p) in identities}
+    empty = {
+        key: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for key, p in parameters.items()
+    }
+    _replace(module, empty)
+
+
+def _replace(module: nn.Module, new: dict[int, nn.Parameter]) -> None:
+    """Put other parameters in place of those with these identities, under all of their names."""
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in identities:
-                if id(parameter) not in empty:
-                    meta = torch.empty_like(parameter, device="meta")
-                    empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-                setattr(owner, name, empty[id(parameter)])
+            if id(parameter) in new:
+                setattr(owner, name, new[id(parameter)])
 
 
 def _release_buffers(module: nn.Module, identities: set[int]) -> None:

@@ -53,6 +53,16 @@ def drive(works: Sequence[Work[T]]) -> list[T]:
     An exception of one ends all (the others are closed). Raises StuckError, saying who waits for what, when
     no rank can go on.
     """
+    stepping = rounds(works)
+    while True:
+        try:
+            next(stepping)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+
+def rounds(works: Sequence[Work[T]]) -> Generator[None, None, list[T]]:
+    """`drive`, one round at a time: yields when each rank that can go on has gone to its next wait."""
     done: dict[int, T] = {}
     waiting: dict[int, Receive] = {}
     try:
@@ -70,6 +80,7 @@ def drive(works: Sequence[Work[T]]) -> list[T]:
             if not moved:
                 lines = [f"  rank {rank} waits: {receive}" for rank, receive in sorted(waiting.items())]
                 raise StuckError("no rank can go on; the job lists don't fit together:\n" + "\n".join(lines))
+            yield
     finally:
         for work in works:
             work.close()

@@ -53,6 +53,12 @@ class Transport(Protocol):
     def size(self) -> int: ...
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """What messages to the user call each of these ranks: where there are replicas, they count on from pipeline to
+        pipeline."""
+        ...
+
+    @property
     def shares_clock(self) -> bool:
         """Whether all ranks read one clock (they live in one process)."""
         ...
@@ -108,14 +114,13 @@ class _MemoryReceive:
 
     def wait(self) -> Tensor:
         if not self.ready():
-            raise TransferError(self._owner.rank, self.peer, self._what(), "the message was never sent")
+            raise self._owner.error(self.peer, self._what(), "the message was never sent")
         assert self._value is not None
         return self._value
 
     def accept(self, value: Tensor) -> None:
         if tuple(value.shape) != self._shape or value.dtype != self._dtype:
-            raise TransferError(
-                self._owner.rank,
+            raise self._owner.error(
                 self.peer,
                 self._what(),
                 f"{tuple(value.shape)} {value.dtype} was sent where {self._shape} {self._dtype} was posted",
@@ -126,7 +131,7 @@ class _MemoryReceive:
         return f"receive on channel {self._address[2]}, tag {self._address[3]}"
 
     def __str__(self) -> str:
-        return f"{self._what()} from rank {self.peer}"
+        return f"{self._what()} from rank {self._owner.ranks[self.peer]}"
 
 
 class _Mail:
@@ -143,16 +148,20 @@ class MemoryTransport:
     shares_clock = True
     process_group = None
 
-    def __init__(self, rank: int, size: int, mail: _Mail):
+    def __init__(self, rank: int, size: int, mail: _Mail, ranks: Sequence[int] | None = None):
         self.rank = rank
         self.size = size
+        self.ranks: Sequence[int] = range(size) if ranks is None else ranks
         self._mail = mail
 
     @staticmethod
-    def group(size: int) -> list[MemoryTransport]:
-        """The ends of all ranks of a pipeline of `size` ranks."""
+    def group(size: int, ranks: Sequence[int] | None = None) -> list[MemoryTransport]:
+        """The ends of all ranks of a pipeline of `size` ranks; ranks: what messages call them."""
         mail = _Mail()
-        return [MemoryTransport(rank, size, mail) for rank in range(size)]
+        return [MemoryTransport(rank, size, mail, ranks) for rank in range(size)]
+
+    def error(self, peer: int, what: str, reason: str) -> TransferError:
+        return TransferError(self.ranks[self.rank], self.ranks[peer], what, reason)
 
     def post(
         self, peer: int, channel: Channel, tag: int, shape: Sequence[int], dtype: torch.dtype

@@ -81,7 +81,8 @@ class Updater:
     """What a rank does at the end of a step with an update.
 
     optimizer: None on a rank with nothing to train. max_norm: clip the norm of all gradients to it, as
-    torch.nn.utils.clip_grad_norm_ does.
+    torch.nn.utils.clip_grad_norm_ does. schedules_later: leaves the scheduler's step to `schedule`, which the next
+    step begins with (the fleet's `lr` task); whoever asks for `optimizer` or `scheduler` finds it done.
     """
 
     def __init__(
@@ -92,16 +93,41 @@ class Updater:
         scheduler: Scheduler | None = None,
         scaler: LossScaler | None = None,
         max_norm: float | None = None,
+        schedules_later: bool = False,
     ):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}: a norm to clip to is a number above 0")
         self.store = store
         self.transport = transport
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+        #: its learning rate may be a step behind
+        self.bare_optimizer = optimizer
+        self._scheduler = scheduler
+        self._schedules_later = schedules_later
+        self._behind = False
         self.scaler = scaler
         self.max_norm = max_norm
         self._counts, self._order = _norm_order(store, transport.size)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        self.schedule()
+        return self.bare_optimizer
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        self.schedule()
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler | None) -> None:
+        self.schedule()
+        self._scheduler = scheduler
+
+    def schedule(self) -> None:
+        """The scheduler's step for the last update, unless it is done."""
+        if self._behind and self._scheduler is not None:
+            self._scheduler.step()
+        self._behind = False
 
     def run(self, result: StepResult) -> Work[None]:
         """A collective call of all ranks. Sets `result.skipped`, and lets it know the norm."""
@@ -129,10 +155,11 @@ class Updater:
                     return
             if self.max_norm is not None:
                 self.store.scale_gradients(torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if self.bare_optimizer is not None:
+            self.bare_optimizer.step()
+        self._behind = True
+        if not self._schedules_later:
+            self.schedule()
         self.store.clear()
 
     def _squared_norms(self) -> Tensor:

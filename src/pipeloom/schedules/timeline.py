@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
-    """A job on a rank. kind: F, B, W, X, "finalize", "update", or "wait" (blocked on a receive or a send).
-    chunk and micro_batch are −1 where the span has none."""
+    """A job on a rank. kind: F, B, W, X, "finalize", "update", "wait" (blocked on a receive or a send), or "reduce" (a
+    chunk's gradients are summed over replicas, beside other jobs). chunk and micro_batch are −1 where the span has
+    none."""
 
     rank: int
     kind: str
@@ -25,7 +26,9 @@ class Span(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.chunk}.{self.micro_batch}" if self.chunk >= 0 else self.kind
+        if self.micro_batch >= 0:
+            return f"{self.kind}{self.chunk}.{self.micro_batch}"
+        return f"{self.kind} {self.chunk}" if self.chunk >= 0 else self.kind
 
 
 class Flow(NamedTuple):

@@ -31,10 +31,18 @@ def launch(config: TrainConfig, resume: Path | None = None, *, plain: bool | Non
         return run(order)
     if config.strategy.pp_degree == 1:
         return run(order)
-    return _start(config.strategy.pp_degree, order)
+    from .data import Corpus, DataError
+
+    try:
+        Corpus.load(config.text)  # each rank reads it; one that can't be read is told before any is started
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return start_ranks("pipeloom.training.rank", config.strategy.pp_degree, order)
 
 
-def _start(ranks: int, order: str) -> int:
+def start_ranks(module: str, ranks: int, order: str) -> int:
+    """Run `python -m MODULE ORDER` once a rank; wait for the end. Exit codes as in `launch`."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -55,7 +63,7 @@ def _start(ranks: int, order: str) -> int:
         shutdown_timeout=GRACE,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "pipeloom.training.rank", order)
+        elastic_launch(config, sys.executable)("-m", module, order)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         return next((code for code in (INTERRUPTED, 2) if code in codes), 1)

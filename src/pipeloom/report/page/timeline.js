@@ -11,6 +11,7 @@
     finalize: { name: "finalize", colour: [204, 121, 167] },
     update: { name: "update", colour: [86, 96, 110] },
     wait: { name: "wait", colour: null },
+    reduce: { name: "sum over replicas", colour: [120, 94, 60] },
   };
   const OTHER = { name: "other", colour: [150, 150, 150] };
   const GUTTER = 92, RIGHT = 12, AXIS = 26, NARROWEST = 1e-7;
@@ -46,7 +47,8 @@
     if (i) return `${digits(value)} ${prefixes[i]}${bytes}`;
     return bytes ? `${Math.round(plain)} B` : String(+plain.toPrecision(4));
   }
-  const nameOf = (job) => (job.chunk >= 0 ? `${job.kind}${job.chunk}.${job.microBatch}` : job.kind);
+  const nameOf = ({ kind, chunk, microBatch }) => (microBatch >= 0 ? `${kind}${chunk}.${microBatch}` : chunk >= 0 ? `${kind} ${chunk}` : kind);
+  const BESIDE = 0.25; // of a row's height: what runs beside the jobs lies at its foot
   const keyOf = (kind, chunk, microBatch) => `${kind}/${chunk}/${microBatch}`;
 
   // ---- data -----------------------------------------------------------------------------------------------------------
@@ -78,11 +80,11 @@
   }
 
   function readTimeline(raw) {
-    const rows = Array.from({ length: raw.ranks }, () => ({ jobs: [], reach: [], chunks: [], memory: [], peak: 0 }));
+    const rows = Array.from({ length: raw.ranks }, () => ({ jobs: [], beside: [], reach: [], chunks: [], memory: [], peak: 0 }));
     const timeline = { title: raw.title, unit: raw.unit, rows, flows: [], index: new Map(), end: 0, peak: 0, count: 0 };
     for (const [rank, kind, chunk, microBatch, start, end] of raw.spans) {
       const job = { rank, kind, chunk, microBatch, start, end, in: [], out: [] };
-      rows[rank].jobs.push(job);
+      (kind === "reduce" ? rows[rank].beside : rows[rank].jobs).push(job);
       timeline.end = Math.max(timeline.end, end);
       if (kind !== "wait") { timeline.index.set(keyOf(kind, chunk, microBatch), job); timeline.count++; }
     }
@@ -109,7 +111,7 @@
       }
     }
     for (const row of rows) {
-      for (const job of row.jobs) {
+      for (const job of [...row.jobs, ...row.beside]) {
         const passes = row.chunks.length;
         job.shade = job.chunk < 0 || passes < 2 ? 0 : (0.6 * row.chunks.indexOf(job.chunk)) / (passes - 1);
       }
@@ -315,6 +317,16 @@
     return drawn;
   }
 
+  function drawBeside(ctx, panel, row, top) {
+    ctx.globalAlpha = followed === null ? 1 : 0.15;
+    for (const { kind, shade, start, end } of row.beside) {
+      const left = Math.max(xOf(panel, start), GUTTER - 2), right = Math.min(xOf(panel, end), panel.width + 2);
+      ctx.fillStyle = ink(kind, shade).fill;
+      if (right > left) ctx.fillRect(left, top, Math.max(right - left - (right - left > 5 ? 1 : 0), 0.7), panel.jobHeight * BESIDE);
+    }
+    ctx.globalAlpha = 1;
+  }
+
   function flowPoints(panel, flow) {
     const down = flow.receiver > flow.sender;
     const edge = (rank, away) => rowTop(panel, rank) + (away ? panel.jobHeight : 0);
@@ -347,6 +359,7 @@
       ctx.fillRect(left, top, Math.max(0, right - left), panel.jobHeight);
       if (panel.memoryHeight) drawMemory(ctx, panel, row, top + panel.jobHeight + 1);
       drawn += drawJobs(ctx, panel, row, top);
+      drawBeside(ctx, panel, row, top + panel.jobHeight * (1 - BESIDE));
     });
     if (view.messages) drawMessages(ctx, panel);
     ctx.fillStyle = "#1c2530";
@@ -507,6 +520,9 @@
       for (let i = firstReaching(row, time - reach); i < row.jobs.length && row.jobs[i].start <= time + reach; i++) {
         if (row.jobs[i].end >= time - reach && (!job || row.jobs[i].start <= time)) job = row.jobs[i];
       }
+      if (y - rowTop(panel, rank) > panel.jobHeight * (1 - BESIDE)) {
+        job = row.beside.find((other) => other.start <= time + reach && other.end >= time - reach) || job;
+      }
     }
     return { panel, job, rank, time };
   }
@@ -594,7 +610,7 @@
   }
 
   function addLegend() {
-    const present = new Set(panels.flatMap((p) => p.timeline.rows.flatMap((row) => row.jobs.map((job) => job.kind))));
+    const present = new Set(panels.flatMap((p) => p.timeline.rows.flatMap((row) => [...row.jobs, ...row.beside].map((job) => job.kind))));
     const passes = Math.max(...panels.flatMap((p) => p.timeline.rows.map((row) => row.chunks.length)), 1);
     for (const kind of [...Object.keys(KINDS), ...[...present].filter((k) => !KINDS[k])].filter((k) => present.has(k))) {
       const swatch = document.createElement("canvas"), item = document.createElement("li"), ctx = swatch.getContext("2d");

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from pipeloom.planner import held_bytes, sent_bytes
+from pipeloom.footprint import held_bytes, sent_bytes
 from pipeloom.program.subprogram import Input, ProgramSet, SubProgram, ValueInfo
 
 
 def value(name: str, shape: tuple[int, ...], stride: tuple[int, ...], storage: int, nbytes: int) -> ValueInfo:
-    return ValueInfo(name, shape, stride, torch.float32, storage, nbytes)
+    return ValueInfo(name, shape, stride, torch.float32, storage, nbytes, nbytes)
 
 
 def program(kind: str, chunk: int, reads: list[str]) -> SubProgram:
